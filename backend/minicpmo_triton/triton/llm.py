@@ -1,0 +1,126 @@
+"""The ``llm`` model: hands each request to the engine and sends one response per increment."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minicpmo_triton import schema
+from minicpmo_triton.checkpoint import resolve_checkpoint
+from minicpmo_triton.config import LLMParameters
+from minicpmo_triton.errors import Cancelled, MiniCPMOError
+from minicpmo_triton.llm.engine import Engine, Generation, Handle, Increment
+from minicpmo_triton.triton import tensors
+
+
+@dataclass(frozen=True)
+class _Reply:
+    sender: Any
+    response: Any  # None: nothing but the final flag
+    final: bool
+
+
+class _Responder:
+    """Sends responses from a thread of its own, so that the engine's loop never waits for Triton."""
+
+    def __init__(self) -> None:
+        self._replies: queue.SimpleQueue[_Reply | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
+        self._thread.start()
+
+    def put(self, reply: _Reply) -> None:
+        self._replies.put(reply)
+
+    def close(self) -> None:
+        self._replies.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (reply := self._replies.get()) is not None:
+            flags = tensors.FINAL if reply.final else 0
+            try:
+                if reply.response is None:
+                    reply.sender.send(flags=flags)
+                else:
+                    reply.sender.send(reply.response, flags=flags)
+            except Exception as error:  # a client that has gone must not stop the others' answers
+                tensors.as_reply_error(error)
+
+
+class _Stream:
+    """One request on its way: what the engine calls back with, and the cancel that Triton asks for."""
+
+    def __init__(self, sender: Any, responder: _Responder) -> None:
+        self._sender = sender
+        self._responder = responder
+        self.handle: Handle | None = None
+
+    def on_output(self, increment: Increment) -> None:
+        self._responder.put(_Reply(self._sender, tensors.response(answer_outputs(increment)), final=False))
+        if self._sender.is_cancelled() and self.handle is not None:
+            self.handle.cancel()
+
+    def on_done(self, error: MiniCPMOError | None) -> None:
+        if error is not None:
+            if self._sender.is_cancelled():
+                error = Cancelled("the client gave the request up")
+            self._responder.put(_Reply(self._sender, tensors.error_response(error), final=True))
+        else:
+            self._responder.put(_Reply(self._sender, None, final=True))
+
+
+def answer_outputs(increment: Increment) -> list[Any]:
+    """The outputs of ``schema.ANSWER`` for one increment, one element per sequence in it."""
+    values = {
+        schema.TEXT_OUTPUT: [text.encode() for text in increment.texts],
+        schema.FINISH_REASON: [(reason or "").encode() for reason in increment.finish_reasons],
+        schema.CUMULATIVE_LOGPROB: increment.cumulative_logprobs,
+        schema.LOGPROBS: [json.dumps(logprobs).encode() for logprobs in increment.logprobs],
+        schema.NUM_INPUT_TOKENS: [increment.num_input_tokens],
+        schema.NUM_OUTPUT_TOKENS: increment.num_output_tokens,
+    }
+    return [tensors.output(spec, values[spec]) for spec in schema.ANSWER]
+
+
+class LLMModel:
+    """Owns the engine; one request costs ``execute`` a parse and a hand-over."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        parameters = LLMParameters.read(tensors.model_config(args).get("parameters", {}))
+        folder = Path(args["model_repository"]) / args["model_version"]
+        engine_args = json.loads((folder / "model.json").read_text())
+        checkpoint = resolve_checkpoint(parameters.checkpoint)
+        self._engine = Engine.start(checkpoint, engine_args, parameters.dtype)
+        self._responder = _Responder()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            stream = _Stream(sender, self._responder)
+            try:
+                generation = self._read(request)
+            except BaseException as error:
+                stream.on_done(tensors.as_reply_error(error))
+                continue
+            stream.handle = self._engine.submit(generation, stream.on_output, stream.on_done)
+
+    def _read(self, request: Any) -> Generation:
+        return Generation(
+            request_id=request.request_id(),
+            input_ids=tensors.require_array(request, schema.INPUT_IDS),
+            image_positions=tensors.require_array(request, schema.IMAGE_POSITIONS),
+            audio_positions=tensors.require_array(request, schema.AUDIO_POSITIONS),
+            image_embeds=tensors.require_torch(request, schema.IMAGE_EMBEDS),
+            audio_embeds=tensors.require_torch(request, schema.AUDIO_EMBEDS),
+            sampling=tensors.read_string(request, schema.SAMPLING_PARAMETERS),
+            stream=tensors.read_flag(request, schema.STREAM, default=False),
+        )
+
+    def finalize(self) -> None:
+        self._engine.shutdown()
+        self._responder.close()

@@ -1,0 +1,1 @@
+from minicpmo_triton.triton.encoder import AudioEncoderModel as TritonPythonModel  # noqa: F401

@@ -1,0 +1,1 @@
+from minicpmo_triton.triton.preprocess import Preprocess as TritonPythonModel  # noqa: F401

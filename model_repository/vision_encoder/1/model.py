@@ -1,0 +1,1 @@
+from minicpmo_triton.triton.encoder import VisionEncoderModel as TritonPythonModel  # noqa: F401

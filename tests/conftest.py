@@ -1,0 +1,51 @@
+"""Fixtures every test may use: the shared goldens and media, and a tiny checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def fixtures_dir() -> Path:
+    """The folder of goldens and media, beside the checkout or where MINICPMO_FIXTURES says."""
+    path = Path(os.environ.get("MINICPMO_FIXTURES") or REPOSITORY.parent / "shared" / "fixtures")
+    if not path.is_dir():
+        pytest.skip("the goldens are not at hand (set MINICPMO_FIXTURES to their folder)")
+    return path
+
+
+@pytest.fixture(scope="session")
+def media_dir(fixtures_dir: Path) -> Path:
+    return fixtures_dir / "media"
+
+
+@pytest.fixture(scope="session")
+def goldens(fixtures_dir: Path) -> dict[str, Any]:
+    """Case name -> ``{"request": …, "expected": …}``."""
+    cases: dict[str, Any] = json.loads((fixtures_dir / "goldens" / "cases.json").read_text())
+    return cases
+
+
+@pytest.fixture(scope="session")
+def golden_arrays(fixtures_dir: Path) -> Callable[[str], Mapping[str, np.ndarray]]:
+    """Case name -> its arrays."""
+    return lambda name: dict(np.load(fixtures_dir / "goldens" / f"{name}.npz"))
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint of the published layout, written once a session."""
+    from minicpmo_triton.tiny_checkpoint import write_tiny_checkpoint
+
+    path = tmp_path_factory.mktemp("checkpoint")
+    write_tiny_checkpoint(path)
+    return path
