@@ -49,3 +49,21 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
     write_tiny_checkpoint(path)
     return path
+
+
+_REPORT = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def report_line(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Add a line of measurements to the end of the test report."""
+    lines = request.config.stash.setdefault(_REPORT, [])
+    return lines.append
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    lines = config.stash.get(_REPORT, [])
+    if lines:
+        terminalreporter.section("measured")
+        for line in lines:
+            terminalreporter.write_line(line)
