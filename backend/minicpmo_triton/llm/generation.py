@@ -1,0 +1,139 @@
+"""One request to the language model, checked before the engine sees anything of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from minicpmo_triton.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+
+EMBEDS_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """A prompt, the embeddings that replace its placeholders, and how to answer.
+
+    T prompt tokens, N embedding rows of a modality, H the model's hidden size.
+    """
+
+    request_id: str  # the client's; may be empty or repeat
+    input_ids: NDArray[np.int32]  # [T]
+    image_positions: NDArray[np.int32]  # [N] index in input_ids that each row replaces
+    audio_positions: NDArray[np.int32]  # [N]
+    image_embeds: torch.Tensor  # [N, H] bfloat16 or float32, any device
+    audio_embeds: torch.Tensor  # [N, H]
+    sampling: SamplingParams
+    stream: bool
+
+    def embeddings(self) -> Iterator[tuple[str, NDArray[np.int32], torch.Tensor]]:
+        """Modality, positions and rows of each modality."""
+        yield "image", self.image_positions, self.image_embeds
+        yield "audio", self.audio_positions, self.audio_embeds
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """What vLLM takes: token ids alone, or mixed with embeddings."""
+
+    token_ids: list[int]
+    is_token_id: list[bool] | None = None  # False where embeds holds the input
+    embeds: torch.Tensor | None = None  # [T, H] on the CPU, zero where the token id counts
+
+
+def validate(generation: Generation, *, hidden_size: int, vocab_size: int, max_model_len: int) -> None:
+    """Raise :class:`InvalidArgument`, naming the tensor, unless the engine can take this request.
+
+    The engine trusts what it is given: an id or a position out of range would end its process, and
+    with it every other request.
+    """
+    ids = generation.input_ids
+    _check_int32_vector("input_ids", ids)
+    if not ids.size:
+        raise InvalidArgument("input_ids", "the prompt is empty")
+    if ids.size >= max_model_len:
+        raise InvalidArgument(
+            "input_ids",
+            f"the prompt has {ids.size} tokens, but the context holds {max_model_len} and at least one is "
+            "needed for the answer; shorten text_input or messages, or send fewer or smaller media",
+        )
+    _check_range("input_ids", ids, vocab_size, "the vocabulary")
+    for modality, positions, embeds in generation.embeddings():
+        _check_embeds(modality, positions, embeds, hidden_size, ids.size)
+    shared = np.intersect1d(generation.image_positions, generation.audio_positions)
+    if shared.size:
+        raise InvalidArgument("audio_positions", f"position {shared[0]} is in image_positions too")
+
+
+def build_prompt(generation: Generation, dtype: torch.dtype) -> Prompt:
+    """Scatter the embeddings of a valid request over its placeholders; one copy of each row.
+
+    Rows of token positions are zeros, never uninitialised: vLLM's prefix cache hashes all of them.
+    """
+    ids = generation.input_ids
+    token_ids = ids.tolist()
+    rows = [(positions, embeds) for _, positions, embeds in generation.embeddings() if positions.size]
+    if not rows:
+        return Prompt(token_ids)
+    embeds_of_prompt = torch.zeros(ids.size, rows[0][1].shape[1], dtype=dtype)
+    is_token_id = np.ones(ids.size, dtype=np.bool_)
+    for positions, embeds in rows:
+        index = torch.from_numpy(positions.astype(np.int64))
+        embeds_of_prompt.index_copy_(0, index, embeds.detach().to("cpu", dtype))
+        is_token_id[positions] = False
+    return Prompt(token_ids, is_token_id.tolist(), embeds_of_prompt)
+
+
+def _check_embeds(
+    modality: str, positions: NDArray[np.int32], embeds: torch.Tensor, hidden_size: int, num_tokens: int
+) -> None:
+    _check_int32_vector(f"{modality}_positions", positions)
+    field = f"{modality}_embeds"
+    if embeds.dtype not in EMBEDS_DTYPES:
+        raise InvalidArgument(field, f"expected bfloat16 or float32, got {_name(embeds.dtype)}")
+    if embeds.ndim != 2:
+        raise InvalidArgument(field, f"expected two dimensions, got shape {list(embeds.shape)}")
+    if embeds.shape[0] != positions.size:
+        raise InvalidArgument(
+            field, f"has {embeds.shape[0]} rows, but {modality}_positions has {positions.size} positions"
+        )
+    if not positions.size:
+        return
+    if embeds.shape[1] != hidden_size:
+        raise InvalidArgument(
+            field, f"rows have {embeds.shape[1]} values, the model's hidden size is {hidden_size}"
+        )
+    _check_range(f"{modality}_positions", positions, num_tokens, "input_ids")
+    values, counts = np.unique(positions, return_counts=True)
+    if values.size != positions.size:
+        raise InvalidArgument(f"{modality}_positions", f"position {values[counts > 1][0]} appears twice")
+    # The sum passes once over the rows and keeps every NaN and infinity; only a suspicious one costs more.
+    total = embeds.sum(dtype=torch.float32)
+    if not bool(total.isfinite()) and not bool(embeds.isfinite().all()):
+        raise InvalidArgument(field, "holds NaN or infinity")
+
+
+def _check_int32_vector(field: str, values: NDArray[Any]) -> None:
+    if values.dtype != np.int32 or values.ndim != 1:
+        raise InvalidArgument(
+            field, f"expected one dimension of INT32, got {values.dtype} {list(values.shape)}"
+        )
+
+
+def _check_range(field: str, values: NDArray[np.int32], size: int, what: str) -> None:
+    outside = np.flatnonzero((values < 0) | (values >= size))
+    if outside.size:
+        index = int(outside[0])
+        raise InvalidArgument(f"{field}[{index}]", f"{values[index]} is not in {what} (0 to {size - 1})")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

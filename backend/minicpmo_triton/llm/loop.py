@@ -1,0 +1,105 @@
+"""The thread and the asyncio loop in which vLLM's AsyncLLM lives, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from minicpmo_triton.errors import ConfigError
+from minicpmo_triton.llm.process import one_line
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What requests are checked against."""
+
+    hidden_size: int
+    vocab_size: int
+    max_model_len: int  # prompt and answer together, tokens
+    dtype: torch.dtype
+    sampling_defaults: Mapping[str, Any]  # of the checkpoint's generation_config.json
+
+
+@dataclass(frozen=True)
+class RunningLLM:
+    """A started AsyncLLM; only the loop's thread may call it."""
+
+    llm: AsyncLLM
+    facts: ModelFacts
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
+
+    def stop(self) -> None:
+        """Stop the loop and wait for its thread; AsyncLLM must be shut down before."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+
+
+def start_llm(args: Mapping[str, Any]) -> RunningLLM:
+    """Start AsyncLLM with these engine arguments and wait for it; whatever vLLM raises comes out."""
+    started: Future[tuple[AsyncLLM, ModelFacts, asyncio.AbstractEventLoop]] = Future()
+    thread = threading.Thread(target=_run, args=(args, started), name="vllm-loop", daemon=True)
+    thread.start()
+    try:
+        llm, facts, loop = started.result()
+    except BaseException:
+        thread.join()
+        raise
+    return RunningLLM(llm, facts, loop, thread)
+
+
+def _run(
+    args: Mapping[str, Any], started: Future[tuple[AsyncLLM, ModelFacts, asyncio.AbstractEventLoop]]
+) -> None:
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        llm, facts = loop.run_until_complete(_start(args))
+    except BaseException as error:
+        started.set_exception(error)
+        _finish(loop)
+        return
+    started.set_result((llm, facts, loop))
+    try:
+        loop.run_forever()
+    finally:
+        _finish(loop)
+
+
+async def _start(args: Mapping[str, Any]) -> tuple[AsyncLLM, ModelFacts]:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    try:
+        engine_args = AsyncEngineArgs(**args)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"engine arguments: {one_line(error)}") from error
+    llm = AsyncLLM.from_engine_args(engine_args)
+    config = llm.model_config  # as the engine settled it: max_model_len may have been fitted to memory
+    facts = ModelFacts(
+        hidden_size=config.get_hidden_size(),
+        vocab_size=config.get_vocab_size(),
+        max_model_len=config.max_model_len,
+        dtype=config.dtype,
+        sampling_defaults=config.get_diff_sampling_param(),
+    )
+    return llm, facts
+
+
+def _finish(loop: asyncio.AbstractEventLoop) -> None:
+    """Let what vLLM left on the loop end, so that nothing is destroyed while pending."""
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.run_until_complete(loop.shutdown_asyncgens())
+    loop.close()
