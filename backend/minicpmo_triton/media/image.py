@@ -1,0 +1,210 @@
+"""Image file bytes -> uint8 patches, sliced as MiniCPM-V slices.
+
+A picture larger than ``scale_resolution`` squared is encoded twice: as a whole, scaled down to about
+that area, and as a grid of up to ``max_slice_nums`` slices of about that area each. The algorithm is
+the one of the LLaVA-UHD and MiniCPM-V papers (adaptive visual encoding). Pixels stay uint8; the encoder
+normalises them on its device.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from minicpmo_triton.errors import InvalidArgument
+from minicpmo_triton.schema import PATCH_SIZE, PATCH_VALUES
+
+#: Longer side over shorter side. Beyond it a slice one patch high would be thousands of patches wide.
+MAX_ASPECT_RATIO = 200
+
+# Pillow's own limit is process-wide and lower than ours, which is held per image before decoding.
+Image.MAX_IMAGE_PIXELS = None
+Image.init()
+_FORMATS = tuple(
+    name for name in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF") if name in Image.OPEN
+)
+
+_EXIF_ORIENTATION = 0x0112
+_ORIENTATION_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@dataclass(frozen=True)
+class SlicePlan:
+    """Sizes in pixels as (width, height), multiples of the patch size.
+
+    ``rows`` and ``columns`` are 0 when the picture is not sliced; ``refined`` is then (0, 0), else the
+    size of all slices together.
+    """
+
+    source: tuple[int, int]
+    rows: int = 0
+    columns: int = 0
+    refined: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class ImagePatches:
+    """The whole picture and then its ``rows`` x ``columns`` slices, row by row.
+
+    ``patches`` uint8 [P, 588], each row 3x14x14 channel-major; ``grid_sizes`` int32 [S, 2] rows and
+    columns of patches per slice, products summing to P.
+    """
+
+    patches: NDArray[np.uint8]
+    grid_sizes: NDArray[np.int32]
+    rows: int
+    columns: int
+
+
+def decode_image(field: str, data: bytes, max_pixels: int) -> Image.Image:
+    """Decode the first frame to RGB: EXIF orientation applied, transparency composed on white.
+
+    Raises :class:`InvalidArgument` for ``field`` when ``data`` is no image of a supported format, is
+    truncated or corrupt, has more than ``max_pixels`` (known from the header, before pixels are
+    decoded) or is more than 200 times as long as wide.
+    """
+    try:
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        _check_size(field, image.width, image.height, max_pixels)
+        image.load()
+        orientation = _orientation(image)
+        rgb = _to_rgb(field, image)
+    except (InvalidArgument, MemoryError):
+        raise
+    except UnidentifiedImageError:
+        # Pillow's text names a BytesIO object, which tells a client nothing.
+        raise InvalidArgument(
+            field, f"is not an image of a supported format ({', '.join(_FORMATS)})"
+        ) from None
+    except Exception as error:  # Pillow's decoders raise nearly any type on corrupt input
+        raise InvalidArgument(field, f"cannot be decoded: {error}") from error
+    transpose = _ORIENTATION_TRANSPOSE.get(orientation)
+    return rgb if transpose is None else rgb.transpose(transpose)
+
+
+def _check_size(field: str, width: int, height: int, max_pixels: int) -> None:
+    if width * height > max_pixels:
+        raise InvalidArgument(field, f"has {width}x{height} pixels; at most {max_pixels} are allowed")
+    if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
+        raise InvalidArgument(
+            field, f"has {width}x{height} pixels; one side may be at most {MAX_ASPECT_RATIO} times the other"
+        )
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF orientation 1 to 8. Broken metadata of a picture that decodes is not held against it."""
+    try:
+        value = image.getexif().get(_EXIF_ORIENTATION, 1)
+    except Exception:
+        return 1
+    return value if isinstance(value, int) else 1
+
+
+def _to_rgb(field: str, image: Image.Image) -> Image.Image:
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        # Sixteen-bit grey (mode I: the same, in 32 bits): the high byte, as Pillow does for 16-bit RGB.
+        grey = (np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8)
+        return Image.fromarray(grey).convert("RGB")
+    if image.mode == "F":
+        raise InvalidArgument(field, "has floating-point pixels, which have no defined range")
+    if "A" in image.getbands() or "a" in image.getbands() or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        if rgba.getchannel("A").getextrema() == (255, 255):
+            return rgba.convert("RGB")
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, rgba).convert("RGB")
+    return image.convert("RGB")
+
+
+def plan_slices(width: int, height: int, max_slice_nums: int, scale_resolution: int = 448) -> SlicePlan:
+    """How a picture of ``width`` x ``height`` pixels is resized and cut.
+
+    The number of slices is about the picture's area in units of ``scale_resolution`` squared, at most
+    ``max_slice_nums``; among grids of that many, one fewer and one more, the one whose aspect ratio is
+    nearest the picture's (in logarithms; the first on a tie, narrower grids first) is taken.
+    """
+    num_ideal = min(math.ceil(width * height / scale_resolution**2), max_slice_nums)
+    if num_ideal <= 1:
+        return SlicePlan(source=_scaled_size(width, height, scale_resolution))
+    aspect = math.log(width / height)
+    columns, rows = min(
+        _grids(num_ideal, max_slice_nums), key=lambda grid: abs(aspect - math.log(grid[0] / grid[1]))
+    )
+    cell_width = _round_to_multiple(width, columns) / columns
+    cell_height = _round_to_multiple(height, rows) / rows
+    cell = _scaled_size(cell_width, cell_height, scale_resolution)
+    return SlicePlan(
+        # More than one slice means more area than scale_resolution squared, so this only scales down.
+        source=_scaled_size(width, height, scale_resolution),
+        rows=rows,
+        columns=columns,
+        refined=(cell[0] * columns, cell[1] * rows),
+    )
+
+
+def _grids(num_ideal: int, max_slice_nums: int) -> Iterator[tuple[int, int]]:
+    """(columns, rows) of every factor pair of the slice counts near ``num_ideal``."""
+    for num_slices in (num_ideal - 1, num_ideal, num_ideal + 1):
+        if 1 < num_slices <= max_slice_nums:
+            for columns in range(1, num_slices + 1):
+                if num_slices % columns == 0:
+                    yield columns, num_slices // columns
+
+
+def _scaled_size(width: float, height: float, scale_resolution: int) -> tuple[int, int]:
+    """The size of the same aspect ratio and an area near ``scale_resolution`` squared, in patches."""
+    aspect = width / height
+    scaled_height = int(scale_resolution / math.sqrt(aspect))
+    scaled_width = int(scaled_height * aspect)
+    return _round_to_multiple(scaled_width, PATCH_SIZE), _round_to_multiple(scaled_height, PATCH_SIZE)
+
+
+def _round_to_multiple(length: float, unit: int) -> int:
+    return max(round(length / unit) * unit, unit)
+
+
+def slice_image(image: Image.Image, max_slice_nums: int, scale_resolution: int = 448) -> ImagePatches:
+    """Resize an RGB image by :func:`plan_slices` (bicubic) and cut it into patches."""
+    plan = plan_slices(image.width, image.height, max_slice_nums, scale_resolution)
+    grids = [_patch_grid(plan.source, 1, 1)]
+    num_source = math.prod(grids[0])
+    num_slices = plan.rows * plan.columns
+    if num_slices:
+        grids += [_patch_grid(plan.refined, plan.rows, plan.columns)] * num_slices
+    patches = np.empty((sum(math.prod(grid) for grid in grids), PATCH_VALUES), np.uint8)
+    _write_patches(patches[:num_source], image, plan.source, 1, 1)
+    if num_slices:
+        _write_patches(patches[num_source:], image, plan.refined, plan.rows, plan.columns)
+    return ImagePatches(patches, np.array(grids, np.int32), plan.rows, plan.columns)
+
+
+def _patch_grid(size: tuple[int, int], rows: int, columns: int) -> tuple[int, int]:
+    """Rows and columns of patches in each of ``rows`` x ``columns`` equal slices of ``size``."""
+    return size[1] // rows // PATCH_SIZE, size[0] // columns // PATCH_SIZE
+
+
+def _write_patches(
+    out: NDArray[np.uint8], image: Image.Image, size: tuple[int, int], rows: int, columns: int
+) -> None:
+    """Resize, cut into ``rows`` x ``columns`` slices and those into patches, in one transposed copy."""
+    pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))  # [H, W, 3]
+    patch_rows, patch_columns = _patch_grid(size, rows, columns)
+    cut = pixels.reshape(rows, patch_rows, PATCH_SIZE, columns, patch_columns, PATCH_SIZE, 3)
+    ordered = cut.transpose(0, 3, 1, 4, 6, 2, 5)  # slice row, column, patch row, column, channel, y, x
+    out.reshape(ordered.shape)[...] = ordered
