@@ -1,0 +1,153 @@
+"""Messages to input tensors and output tensors to chunks, without any transport."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minicpmo_client import wire
+from minicpmo_client.errors import InvalidRequest, ServerError
+from minicpmo_client.wire import Chat, Chunk, build_inputs, join_chunks, parse_chunk
+from minicpmo_triton import schema
+
+PIXELS = np.zeros((2, 2, 3), np.uint8)
+
+
+def messages_of(inputs: dict[str, Any]) -> Any:
+    (text,) = inputs["messages"]
+    return json.loads(text)
+
+
+def test_names_and_types_are_the_servers() -> None:
+    types = {tensor.name: tensor.dtype.replace("STRING", "BYTES") for tensor in schema.MINICPMO.inputs}
+    assert {name: types.get(name) for name in wire.INPUTS} == wire.INPUTS
+    assert set(wire.OUTPUTS) == {tensor.name for tensor in schema.ANSWER}
+
+
+def test_a_plain_question_is_one_user_turn() -> None:
+    inputs = build_inputs("Wie heißt du?")
+    assert messages_of(inputs) == [{"role": "user", "content": "Wie heißt du?"}]
+    assert set(inputs) == {"messages", "stream"}
+    assert inputs["stream"] is True
+    assert build_inputs("x", stream=False)["stream"] is False
+
+
+def test_media_of_a_plain_question_come_before_its_text() -> None:
+    inputs = build_inputs("What?", images=[b"i1", b"i2"], audio=[b"a1"])
+    kinds = [part["type"] for part in messages_of(inputs)[0]["content"]]
+    assert kinds == ["image", "image", "audio", "text"]
+    assert (inputs["image"], inputs["audio"]) == ([b"i1", b"i2"], [b"a1"])
+
+
+def test_media_move_into_the_tensors_in_order_and_leave_placeholders() -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": b"first"},
+                {"type": "text", "text": "and"},
+                {"type": "audio", "audio": b"sound"},
+                {"type": "image", "image": PIXELS, "detail": "high"},
+            ],
+        },
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": [{"type": "image", "image": b"last"}, {"type": "text", "text": "This?"}]},
+    ]
+    inputs = build_inputs(messages)
+    images = inputs["image"]
+    assert isinstance(images, list)
+    assert (images[0], images[1][:4], images[2]) == (b"first", b"\x89PNG", b"last")
+    assert inputs["audio"] == [b"sound"]
+    turns = messages_of(inputs)
+    assert turns[0] == messages[0]
+    assert turns[1]["content"] == [
+        {"type": "image"},
+        {"type": "text", "text": "and"},
+        {"type": "audio"},
+        {"type": "image", "detail": "high"},
+    ]
+    assert messages[1]["content"][0] == {"type": "image", "image": b"first"}, "the caller's messages changed"
+
+
+def test_other_parts_pass_untouched() -> None:
+    content = [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"type": "text", "text": "<image>"},
+    ]
+    inputs = build_inputs([{"role": "user", "content": content}])
+    assert messages_of(inputs)[0]["content"] == content
+    assert "image" not in inputs
+    assert "audio" not in inputs
+
+
+def test_parameters_are_json_objects() -> None:
+    inputs = build_inputs("x", sampling={"max_tokens": 3}, media_parameters={"max_slice_nums": 2})
+    assert inputs["sampling_parameters"] == [b'{"max_tokens": 3}']
+    assert inputs["media_parameters"] == [b'{"max_slice_nums": 2}']
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "problem"),
+    [
+        (3, {}, "messages: expected text or a list of messages, got int"),
+        (b"x", {}, "messages: expected text or a list of messages, got bytes"),
+        ({"role": "user"}, {}, "messages: expected text or a list of messages, got dict"),
+        (["x"], {}, r"messages\[0\]: expected an object, got str"),
+        ([{"content": ["x"]}], {}, r"messages\[0\].content\[0\]: expected an object with a type, got str"),
+        ([{"content": [{"type": "image"}]}], {}, r"messages\[0\].content\[0\].image: is missing"),
+        (
+            [{}, {"content": [{}, {"type": "audio", "audio": "gone.wav"}]}],
+            {},
+            r"messages\[1\].content\[1\].audio: cannot read 'gone.wav'",
+        ),
+        ([{"content": b"x"}], {}, "messages: cannot be written as JSON"),
+        ("\ud800", {}, "messages: cannot be written as JSON"),
+        ("x", {"images": "a.png"}, "images: expected a list, got str"),
+        ("x", {"audio": b"RIFF"}, "audio: expected a list, got bytes"),
+        ("x", {"images": PIXELS}, "images: expected a list, got ndarray"),
+        ([{"content": "x"}], {"images": [b"i"]}, "images and audio go with a plain question"),
+        ("x", {"sampling": [1]}, "sampling: expected a mapping, got list"),
+        ("x", {"sampling": {"temperature": math.nan}}, "sampling: cannot be written as JSON"),
+        ("x", {"sampling": {"n": 2}}, "sampling.n: a chat has one answer, got 2"),
+        ("x", {"media_parameters": {"a": object()}}, "media_parameters: cannot be written as JSON"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_name(messages: Any, options: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{problem}"):
+        build_inputs(messages, **options)
+
+
+def test_a_full_response_becomes_a_chunk() -> None:
+    outputs = {
+        "text_output": ["größer".encode()],
+        "finish_reason": [b"length"],
+        "cumulative_logprob": [-1.5],
+        "logprobs": [b'[{"5": {"logprob": -1.5}}]'],
+        "num_input_tokens": [9],
+        "num_output_tokens": [1],
+    }
+    assert parse_chunk(outputs) == Chunk("größer", "length", 9, 1, -1.5, [{"5": {"logprob": -1.5}}])
+
+
+@pytest.mark.parametrize("reason", [b"", b"None", b"null"])
+def test_what_is_not_there_is_none(reason: bytes) -> None:
+    outputs = {"finish_reason": [reason], "cumulative_logprob": [math.nan], "logprobs": [b"null"]}
+    assert parse_chunk(outputs) == Chunk("")
+    assert parse_chunk({"text_output": ["from JSON"]}).text == "from JSON"
+
+
+def test_logprobs_that_are_not_json_are_the_servers_fault() -> None:
+    with pytest.raises(ServerError, match="logprobs that are not JSON"):
+        parse_chunk({"logprobs": [b"{"]})
+
+
+def test_chunks_join_to_the_answer() -> None:
+    chunks = [Chunk("a", None, 4, 1, -1.0, [1]), Chunk("b", None, 4, 2, -2.0, [2, 3]), Chunk("", "stop", 4)]
+    assert join_chunks(chunks) == Chat("ab", "stop", 4, 3, None, [1, 2, 3])
+    assert join_chunks([]) == Chat("")
