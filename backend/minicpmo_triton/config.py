@@ -108,6 +108,19 @@ class PreprocessParameters(ModelParameters):
 class EncoderParameters(ModelParameters):
     """Parameters of ``vision_encoder`` and ``audio_encoder``."""
 
+    #: Capture exact-shape CUDA graphs; docs/architecture.md says when a call uses one.
+    encoder_cuda_graph: bool = True
+    #: Graphs at most, never evicted; 0 captures none.
+    encoder_cuda_graph_max_graphs: int = at_least(0, 4)
+    #: The call of a shape that captures it, counted from 1; those before run eagerly.
+    encoder_cuda_graph_min_capture_calls: int = at_least(2, 2)
+    #: No capture while the device has fewer free bytes than this; 0 does not ask.
+    encoder_cuda_graph_min_free_bytes: int = at_least(0, 1024**3)
+    #: Graphs replayed on one stream share one memory pool.
+    encoder_cuda_graph_share_pools: bool = True
+    #: Run every call eagerly, whatever ``encoder_cuda_graph`` says.
+    enforce_eager: bool = False
+
 
 @dataclass(frozen=True)
 class LLMParameters(ModelParameters):
