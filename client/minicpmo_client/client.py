@@ -19,7 +19,16 @@ from minicpmo_client.errors import (
 )
 from minicpmo_client.grpc_transport import GrpcTransport
 from minicpmo_client.transport import Call, Transport
-from minicpmo_client.wire import Chat, Chunk, Messages, Request, build_inputs, join_chunks, parse_chunk
+from minicpmo_client.wire import (
+    Chat,
+    Chunk,
+    Messages,
+    Request,
+    Response,
+    build_inputs,
+    join_chunks,
+    parse_chunk,
+)
 
 DEFAULT_URL = "localhost:8001"
 DEFAULT_MODEL = "minicpmo"
@@ -75,6 +84,10 @@ class ChatStream:
             self._call.cancel()
 
     def _read(self) -> Chunk | None:
+        response = self._next_with_outputs()
+        return None if response is None else parse_chunk(response.outputs)
+
+    def _next_with_outputs(self) -> Response | None:
         if self._ended:
             return None
         if self._closed:
@@ -84,7 +97,7 @@ class ChatStream:
             for response in self._call:
                 self._final_seen = self._final_seen or response.final
                 if response.outputs:
-                    return parse_chunk(response.outputs)
+                    return response
             self._ended = True
             if not self._final_seen:
                 raise ServerError("the server ended the stream before the final response")

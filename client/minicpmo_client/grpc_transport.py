@@ -31,6 +31,12 @@ _CHANNEL_OPTIONS = (
 )
 # Without this header Triton puts an error's text into the stream and drops its code.
 _STREAM_METADATA = (("triton_grpc_error", "true"),)
+# How gRPC itself words that there is no server; any other UNAVAILABLE is the server's own.
+_NO_CONNECTION = re.compile(r"failed to connect to all addresses|DNS resolution|errors resolving")
+_LOST_CONNECTION = re.compile(r"Stream removed|Socket closed|recvmsg|Connection reset")
+_REASON = re.compile(
+    r"Connection refused|Connection reset|No route to host|timed out|Socket closed|Domain name not found"
+)
 _CLOSED = "the client is closed"
 
 
@@ -68,11 +74,11 @@ class GrpcTransport:
     def to_error(self, error: Any, timeout_s: float | None) -> MiniCPMOClientError:
         """What a failed RPC means: the server's text, or what happened on the way to it."""
         code, text = error.code().name, error.details() or ""
-        if code == "UNAVAILABLE" and re.match(r"failed to connect to all addresses|DNS resolution", text):
-            reason = re.search(
-                r"Connection refused|No route to host|timed out|DNS.*|Trying to connect.*", text
-            )
+        if code == "UNAVAILABLE" and _NO_CONNECTION.match(text):
+            reason = _REASON.search(text)
             text = f"cannot connect to {self._url}: {reason.group() if reason else text}"
+        elif code == "UNAVAILABLE" and _LOST_CONNECTION.match(text):
+            text = f"lost the connection to {self._url}: {text}"
         elif code == "DEADLINE_EXCEEDED" and "Deadline Exceeded" in text and timeout_s is not None:
             text = f"no complete answer from {self._url} within {timeout_s:g} s"
         elif code == "CANCELLED" and text in ("Locally cancelled by application!", "Channel closed!"):

@@ -132,6 +132,13 @@ def test_a_loss_after_the_final_response_costs_nothing() -> None:
     assert client.chat("x", stream=False).text == "all"
 
 
+def test_an_unreadable_response_is_an_error_also_when_it_is_the_last() -> None:
+    broken = Response({"text_output": [b"x"], "logprobs": [b"{"]}, final=True)
+    client, _ = client_with(broken, final=False)
+    with pytest.raises(ServerError, match="not JSON"):
+        client.chat("x", stream=False)
+
+
 def test_a_wrong_request_fails_at_once_and_sends_nothing() -> None:
     client, fake = client_with("x")
     with pytest.raises(InvalidRequest, match=r"messages\[0\].content\[0\].image"):

@@ -238,6 +238,40 @@ def test_without_a_server(unused_port: int) -> None:
         assert not client.is_ready()
 
 
+class Failed:
+    """A failed RPC as gRPC reports it."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        self.code, self.details = lambda: code, lambda: details
+
+
+@pytest.mark.parametrize(
+    ("details", "message"),
+    [
+        (
+            "errors resolving a:1: [field:hostname lookup error:address lookup failed: Domain name not found]",
+            "cannot connect to a:1: Domain name not found",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed",
+            "cannot connect to a:1: Socket closed",
+        ),
+        (
+            "failed to connect to all addresses; odd",
+            "cannot connect to a:1: failed to connect to all addresses; odd",
+        ),
+        (
+            "Stream removed (recvmsg:Connection reset by peer (104))",
+            "lost the connection to a:1: Stream removed (recvmsg:Connection reset by peer (104))",
+        ),
+        ("the engine is restarting", "the engine is restarting"),
+    ],
+)
+def test_losses_are_told_from_what_the_server_says(details: str, message: str) -> None:
+    error = GrpcTransport("a:1").to_error(Failed(grpc.StatusCode.UNAVAILABLE, details), None)
+    assert (type(error), str(error)) == (ServerUnavailable, message)
+
+
 @pytest.fixture
 def unused_port() -> int:
     import socket
