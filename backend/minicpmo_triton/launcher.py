@@ -38,7 +38,8 @@ STOP_TIMEOUT_S = 30.0
 _PR_SET_PDEATHSIG = 1
 
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
-_FAILED = re.compile(r"failed to load '([^']+)' version \d+: (.*)")
+# A Python model's reason ends where the stub appends its traceback ("At:"), with escaped newlines.
+_FAILED = re.compile(r"failed to load '([^']+)' version \d+: (.*?)(?:(?:\\n)+At:.*)?\"?$")
 
 
 def free_ports(count: int) -> list[int]:

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from minicpmo_triton import schema
 from minicpmo_triton.checkpoint import resolve_checkpoint
-from minicpmo_triton.config import LLMParameters
+from minicpmo_triton.config import LLMParameters, resolve_dtype
 from minicpmo_triton.errors import Cancelled, MiniCPMOError
-from minicpmo_triton.llm.engine import Engine, Generation, Handle, Increment
+from minicpmo_triton.llm.engine import Engine, Generation, Handle, Increment, read_engine_args
 from minicpmo_triton.triton import tensors
 
 
@@ -79,7 +81,8 @@ def answer_outputs(increment: Increment) -> list[Any]:
     values = {
         schema.TEXT_OUTPUT: [text.encode() for text in increment.texts],
         schema.FINISH_REASON: [(reason or "").encode() for reason in increment.finish_reasons],
-        schema.CUMULATIVE_LOGPROB: increment.cumulative_logprobs,
+        # Nothing rather than a made-up number where log-probabilities were not asked for.
+        schema.CUMULATIVE_LOGPROB: [p for p in increment.cumulative_logprobs if p is not None],
         schema.LOGPROBS: [json.dumps(logprobs).encode() for logprobs in increment.logprobs],
         schema.NUM_INPUT_TOKENS: [increment.num_input_tokens],
         schema.NUM_OUTPUT_TOKENS: increment.num_output_tokens,
@@ -93,9 +96,10 @@ class LLMModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         parameters = LLMParameters.read(tensors.model_config(args).get("parameters", {}))
         folder = Path(args["model_repository"]) / args["model_version"]
-        engine_args = json.loads((folder / "model.json").read_text())
+        engine_args = read_engine_args(folder / "model.json")
         checkpoint = resolve_checkpoint(parameters.checkpoint)
-        self._engine = Engine.start(checkpoint, engine_args, parameters.dtype)
+        dtype = resolve_dtype(parameters.dtype, torch.cuda.is_available())
+        self._engine = Engine.start(checkpoint, engine_args, dtype)
         self._responder = _Responder()
 
     def execute(self, requests: list[Any]) -> None:
@@ -110,14 +114,16 @@ class LLMModel:
             stream.handle = self._engine.submit(generation, stream.on_output, stream.on_done)
 
     def _read(self, request: Any) -> Generation:
+        input_ids = tensors.require_array(request, schema.INPUT_IDS)
+        sampling = tensors.read_string(request, schema.SAMPLING_PARAMETERS)
         return Generation(
             request_id=request.request_id(),
-            input_ids=tensors.require_array(request, schema.INPUT_IDS),
+            input_ids=input_ids,
             image_positions=tensors.require_array(request, schema.IMAGE_POSITIONS),
             audio_positions=tensors.require_array(request, schema.AUDIO_POSITIONS),
             image_embeds=tensors.require_torch(request, schema.IMAGE_EMBEDS),
             audio_embeds=tensors.require_torch(request, schema.AUDIO_EMBEDS),
-            sampling=tensors.read_string(request, schema.SAMPLING_PARAMETERS),
+            sampling=self._engine.sampling(sampling, len(input_ids)),
             stream=tensors.read_flag(request, schema.STREAM, default=False),
         )
 
