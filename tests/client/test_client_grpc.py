@@ -249,17 +249,14 @@ class Failed:
     ("details", "message"),
     [
         (
-            "errors resolving a:1: [field:hostname lookup error:address lookup failed: Domain name not found]",
+            "errors resolving a:1: [field:hostname lookup error:lookup failed: Domain name not found]",
             "cannot connect to a:1: Domain name not found",
         ),
         (
             "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: Socket closed",
             "cannot connect to a:1: Socket closed",
         ),
-        (
-            "failed to connect to all addresses; odd",
-            "cannot connect to a:1: failed to connect to all addresses; odd",
-        ),
+        ("DNS resolution failed", "cannot connect to a:1: DNS resolution failed"),
         (
             "Stream removed (recvmsg:Connection reset by peer (104))",
             "lost the connection to a:1: Stream removed (recvmsg:Connection reset by peer (104))",

@@ -8,6 +8,7 @@ import pickle
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,7 +46,8 @@ def test_public_names() -> None:
         "Transport",
     ]
     for name in minicpmo_client.__all__:
-        assert getattr(minicpmo_client, name).__doc__ or name == "Chat", name
+        assert getattr(minicpmo_client, name).__doc__, name
+    assert (Path(minicpmo_client.__path__[0]) / "py.typed").is_file()
 
 
 @pytest.mark.parametrize("name", ["minicpmo_client", *MODULES])
