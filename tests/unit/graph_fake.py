@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from minicpmo_triton.graphs.adapter import GraphAdapter
 from minicpmo_triton.graphs.device import CaptureGate, Forward
-from minicpmo_triton.graphs.policy import Inputs, OutputSpec
+from minicpmo_triton.graphs.policy import GraphSettings, Inputs, OutputSpec
 
+CPU = torch.device("cpu")
 POOL_BYTES = 1000
 
 
@@ -49,7 +52,7 @@ class FakeDevice:
     """State is set by the test; ``events`` is what the adapter asked for, in order."""
 
     gate: CaptureGate = field(default_factory=CaptureGate)
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device = CPU
     stream: str = "main"
     gradients: bool = False
     autocast: bool = False
@@ -106,3 +109,57 @@ class FakeDevice:
         graph = FakeGraph(self, forward, static_inputs, torch.empty_like(forward(static_inputs)))
         self.graphs.append(graph)
         return graph
+
+
+class Encoder:
+    """Twice its input, plus the bias when there is one; counts its runs."""
+
+    def __init__(self) -> None:
+        self.num_runs = 0
+        self.error: Exception | None = None
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        self.num_runs += 1
+        if self.error is not None:
+            raise self.error
+        rows, bias = inputs["rows"], inputs.get("bias")
+        assert rows is not None
+        return rows * 2 if bias is None else rows * 2 + bias
+
+
+class Case:
+    """An adapter over a fake device; ``call(n)`` encodes n rows and checks the result."""
+
+    def __init__(self, device: FakeDevice | None = None, **settings: Any) -> None:
+        self.device = device or FakeDevice()
+        self.encoder = Encoder()
+        self.capture_seconds: list[float] = []
+        self.adapter = GraphAdapter(
+            self.encoder, GraphSettings(**settings), CPU, self.device, self.capture_seconds.append
+        )
+        self.num_calls = 0
+
+    def call(self, num_rows: int) -> Tensor:
+        self.num_calls += 1
+        rows = torch.full((num_rows, 2), float(self.num_calls))
+        output = self.adapter({"rows": rows})
+        assert torch.equal(output, rows * 2)
+        return output
+
+    def misses(self) -> dict[str, int]:
+        """Misses by reason, without those that are zero."""
+        stats = self.adapter.get_cumulative_stats().as_dict()
+        suffix = "_misses"
+        return {
+            name.removesuffix(suffix): int(n)
+            for name, n in stats.items()
+            if name.endswith(suffix) and name != "graph_misses" and n
+        }
+
+    @property
+    def hits(self) -> int:
+        return self.adapter.get_cumulative_stats().graph_hits
+
+    @property
+    def num_captures(self) -> int:
+        return len(self.device.graphs)
