@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from minicpmo_triton.tiny_checkpoint import write_tiny_checkpoint
 
 WEIGHTS_SHA256 = "284e0041ae35c9eef30a31cb82b494650e2d7efaa17a40bf47c54f55cd8099b6"

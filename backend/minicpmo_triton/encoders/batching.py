@@ -117,7 +117,7 @@ def _unwrapped(forward: Forward) -> Forward:
 
 
 class _Encoder(ABC, Generic[Item]):
-    """What both encoders share. One caller at a time."""
+    """What both encoders share. One caller at a time, and always on the same CUDA stream."""
 
     def __init__(self, module: nn.Module, hidden_size: int, wrap: Callable[[Forward], Forward]) -> None:
         weight = next(module.parameters())
