@@ -28,7 +28,7 @@ AUDIO_PLACEHOLDER = "<audio>./</audio>"
 #: An earlier answer's reasoning; the template looks for these in an assistant's message.
 _THINK = re.compile("(<think>|</think>)")
 # Supplementary private use: in no text that means anything, untouched by every string operation.
-_SENTINELS = (0x10FFFD, 0xF0000, -1)
+_SENTINELS = range(0x10FFFD, 0xEFFFF, -1)
 
 Ids = NDArray[np.int32]
 
@@ -152,7 +152,7 @@ class _Guard:
         if first not in self._reserved and not any(first in text for text in texts):
             return first
         used = self._reserved.union(*texts)
-        for code in range(*_SENTINELS):
+        for code in _SENTINELS:
             if chr(code) not in used:
                 return chr(code)
         raise InvalidArgument("messages", "the text uses every private-use character there is")

@@ -47,7 +47,7 @@ def decode_audio(field: str, data: bytes, max_seconds: int) -> NDArray[np.float3
     _check_riff_is_whole(field, data)
     _check_ogg_is_whole(field, data)
     try:
-        file = soundfile.SoundFile(io.BytesIO(data))
+        file = _ForwardFile(io.BytesIO(data))
     except soundfile.LibsndfileError as error:
         raise InvalidArgument(
             field, f"is malformed or not audio of a supported format ({', '.join(_FORMATS)})"
@@ -55,15 +55,17 @@ def decode_audio(field: str, data: bytes, max_seconds: int) -> NDArray[np.float3
     with file:
         _check_header(field, file, max_seconds)
         try:
-            blocks = list(_resampled_blocks(field, file, max_seconds))
+            return _resampled(_mono_blocks(field, file, max_seconds), file.samplerate)
         except soundfile.LibsndfileError as error:
             raise InvalidArgument(field, f"is truncated or corrupt: {error.error_string}") from error
-        num_samples = math.ceil(file.tell() * SAMPLE_RATE / file.samplerate)
-    samples = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-    # The resampler rounds the length to the nearest; the reference's loader rounds it up.
-    if len(samples) < num_samples:
-        samples = np.pad(samples, (0, num_samples - len(samples)))
-    return samples[:num_samples]
+
+
+class _ForwardFile(soundfile.SoundFile):  # type: ignore[misc]
+    """Read from start to end. The base class seeks behind each block, to where it is already; some
+    streams cannot seek, and others lose their place."""
+
+    def seekable(self) -> bool:
+        return False
 
 
 def _check_riff_is_whole(field: str, data: bytes) -> None:
@@ -111,15 +113,20 @@ def _too_long(field: str, max_seconds: int) -> InvalidArgument:
     return InvalidArgument(field, f"lasts longer than {max_seconds} s")
 
 
-def _resampled_blocks(
-    field: str, file: soundfile.SoundFile, max_seconds: int
-) -> Iterator[NDArray[np.float32]]:
-    """Mono blocks at 16 kHz, decoded and resampled piece by piece."""
-    resampler = soxr.ResampleStream(file.samplerate, SAMPLE_RATE, 1, dtype="float32", quality="HQ")
-    for mono in _mono_blocks(field, file, max_seconds):
-        yield mono if file.samplerate == SAMPLE_RATE else resampler.resample_chunk(mono)
-    if file.samplerate != SAMPLE_RATE:
-        yield resampler.resample_chunk(np.empty(0, np.float32), last=True)
+def _resampled(blocks: Iterator[NDArray[np.float32]], rate: int) -> NDArray[np.float32]:
+    """The blocks at 16 kHz as one array; whole blocks at the original rate are never held together."""
+    if rate == SAMPLE_RATE:
+        return np.concatenate(list(blocks))
+    resampler = soxr.ResampleStream(rate, SAMPLE_RATE, 1, dtype="float32", quality="HQ")
+    resampled: list[NDArray[np.float32]] = []
+    num_frames = 0
+    for block in blocks:
+        resampled.append(resampler.resample_chunk(block))
+        num_frames += len(block)
+    # The resampler rounds the length to the nearest; the reference's loader rounds it up, with a zero.
+    num_samples = math.ceil(num_frames * SAMPLE_RATE / rate)
+    resampled += [resampler.resample_chunk(np.empty(0, np.float32), last=True), np.zeros(1, np.float32)]
+    return np.concatenate(resampled)[:num_samples]
 
 
 def _mono_blocks(field: str, file: soundfile.SoundFile, max_seconds: int) -> Iterator[NDArray[np.float32]]:

@@ -1,0 +1,174 @@
+"""Decoding to RGB, slicing as the goldens, and refusals."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from minicpmo_triton.errors import InvalidArgument
+from minicpmo_triton.media.image import decode_image, plan_slices, slice_image
+
+CASES = ("image_small_upscaled", "image_sliced", "image_wide_sliced", "image_gray", "two_images", "frames")
+GRADIENT = np.arange(8 * 12 * 3, dtype=np.uint8).reshape(8, 12, 3)
+
+
+def encoded(image: Image.Image, image_format: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, image_format, **options)
+    return file.getvalue()
+
+
+def decoded(data: bytes) -> np.ndarray:
+    return np.asarray(decode_image("image[0]", data, 10_000))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_patches_are_the_goldens_pixels(
+    case: str,
+    goldens: dict[str, Any],
+    golden_arrays: Callable[[str], Mapping[str, np.ndarray]],
+    media_dir: Path,
+) -> None:
+    request, expected = goldens[case]["request"], goldens[case]["expected"]
+    names = [p["image"] for p in request["messages"][0]["content"] if p["type"] == "image"]
+    sliced = [
+        slice_image(
+            decode_image("image", (media_dir / n).read_bytes(), 10**8), request.get("max_slice_nums", 9)
+        )
+        for n in names
+    ]
+    grids = np.concatenate([s.grid_sizes for s in sliced])
+    assert grids.tolist() == expected["tgt_sizes"]
+    slices = np.split(np.concatenate([s.patches for s in sliced]), np.cumsum(grids.prod(axis=1))[:-1])
+    samples = golden_arrays(case)
+    for i, patches in enumerate(slices):
+        # [patches, 588] uint8 -> the reference's [3, 14, patches * 14] normalised float32
+        ordered = patches.reshape(-1, 3, 14, 14).transpose(1, 2, 0, 3).astype(np.float32)
+        normalised = (ordered / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
+        np.testing.assert_array_equal(
+            normalised.ravel()[samples[f"pixel_{i}_idx"]], samples[f"pixel_{i}_val"]
+        )
+        assert zlib.crc32(normalised.tobytes()) == expected["pixel_crc"][i]
+
+
+@pytest.mark.parametrize("max_slices", [1, 2, 9, 36])
+@pytest.mark.parametrize("size", [(1, 1), (448, 448), (449, 448), (4000, 3000), (200, 40_000), (30_000, 150)])
+def test_plans_stay_in_bounds(size: tuple[int, int], max_slices: int) -> None:
+    plan = plan_slices(*size, max_slices)
+    num_slices = plan.rows * plan.columns
+    assert num_slices <= max_slices
+    assert num_slices != 1
+    # 448 x 448 is 1024 patches; rounding each side to patches moves the area by a little.
+    assert plan.source[0] * plan.source[1] / 14**2 < 1200
+    if num_slices:
+        assert plan.refined[0] % (14 * plan.columns) == plan.refined[1] % (14 * plan.rows) == 0
+        assert plan.refined[0] * plan.refined[1] / 14**2 / num_slices < 1200
+
+
+def test_slices_are_the_refined_picture_cut_row_by_row() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (700, 1500, 3), np.uint8)
+    image = Image.fromarray(pixels)
+    plan = plan_slices(1500, 700, 9)
+    result = slice_image(image, 9)
+    assert (plan.rows, plan.columns) == (result.rows, result.columns) == (2, 3)
+    width, height = plan.refined[0] // 3, plan.refined[1] // 2
+    refined = np.asarray(image.resize(plan.refined, Image.Resampling.BICUBIC))
+    start = int(result.grid_sizes[0].prod())
+    for index in range(6):
+        row, column = divmod(index, 3)
+        piece = refined[row * height : (row + 1) * height, column * width : (column + 1) * width]
+        rows, columns = result.grid_sizes[1 + index]
+        for patch in (0, rows * columns - 1, columns + 2):
+            y, x = divmod(int(patch), int(columns))
+            expected = piece[14 * y : 14 * y + 14, 14 * x : 14 * x + 14].transpose(2, 0, 1).ravel()
+            np.testing.assert_array_equal(result.patches[start + patch], expected)
+        start += rows * columns
+    assert start == len(result.patches)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(orientation: int) -> None:
+    from PIL import ImageOps
+
+    image = Image.fromarray(GRADIENT)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(image, "PNG", exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    np.testing.assert_array_equal(decoded(data), np.asarray(expected))
+
+
+def test_transparency_is_composed_on_white() -> None:
+    alpha = np.linspace(0, 255, 96).astype(np.uint8).reshape(8, 12)
+    rgba = Image.fromarray(np.dstack([GRADIENT, alpha]))
+    expected = 255 - (255 - GRADIENT.astype(float)) * alpha[..., None] / 255
+    assert np.abs(decoded(encoded(rgba)).astype(float) - expected).max() <= 1
+    opaque = Image.fromarray(np.dstack([GRADIENT, np.full_like(alpha, 255)]))
+    np.testing.assert_array_equal(decoded(encoded(opaque)), GRADIENT)
+
+
+@pytest.mark.parametrize("mode", ["P", "L", "RGB"])
+def test_a_transparent_colour_is_white(mode: str) -> None:
+    image = Image.new(mode, (4, 4), 0)
+    image.putpixel((1, 2), 9 if mode != "RGB" else (9, 9, 9))
+    pixels = decoded(encoded(image, transparency=0 if mode != "RGB" else (0, 0, 0)))
+    assert pixels[0, 0].tolist() == [255, 255, 255]
+    assert pixels[2, 1].tolist() != [255, 255, 255]
+
+
+def test_sixteen_bit_grey_keeps_its_high_byte() -> None:
+    grey = (np.arange(96, dtype=np.uint16) * 600).reshape(8, 12)
+    for image_format in ("PNG", "TIFF"):
+        pixels = decoded(encoded(Image.fromarray(grey), image_format))
+        np.testing.assert_array_equal(pixels, np.repeat((grey >> 8).astype(np.uint8)[..., None], 3, axis=2))
+
+
+@pytest.mark.parametrize(
+    ("mode", "image_format"), [("1", "PNG"), ("L", "PNG"), ("CMYK", "JPEG"), ("L", "WEBP"), ("P", "GIF")]
+)
+def test_other_modes_become_rgb(mode: str, image_format: str) -> None:
+    image = Image.new(mode, (20, 10), 1 if mode != "CMYK" else (0, 255, 255, 0))
+    pixels = decoded(encoded(image, image_format))
+    assert pixels.shape == (10, 20, 3)
+    if mode == "CMYK":
+        assert pixels[5, 5, 0] > 200
+        assert pixels[5, 5, 1] < 80
+
+
+def test_the_first_frame_of_an_animation_is_taken() -> None:
+    frames = [Image.new("RGB", (6, 6), colour) for colour in ("red", "blue")]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert decoded(data)[0, 0].tolist() == [255, 0, 0]
+
+
+def test_limits_are_held_before_pixels_are_decoded() -> None:
+    data = encoded(Image.new("L", (2000, 2000)))
+    header_only = data[:60]
+    with pytest.raises(InvalidArgument, match=r"image\[0\]: has 2000x2000 pixels; at most 10000"):
+        decode_image("image[0]", header_only, 10_000)
+    with pytest.raises(InvalidArgument, match="200 times"):
+        decode_image("image[0]", encoded(Image.new("L", (201, 1))), 10_000)
+
+
+@pytest.mark.parametrize("image_format", ["PNG", "JPEG", "WEBP", "TIFF"])
+def test_a_truncated_file_is_refused(image_format: str) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (90, 90, 3), np.uint8)
+    data = encoded(Image.fromarray(noise), image_format)
+    with pytest.raises(InvalidArgument) as caught:
+        decode_image("image[1]", data[: len(data) // 2], 10_000)
+    assert caught.value.field == "image[1]"
+
+
+def test_what_is_no_picture_is_refused() -> None:
+    for data in (b"RIFF....WAVEfmt ", b"%!PS-Adobe-3.0 EPSF", b"\x00" * 50):
+        with pytest.raises(InvalidArgument, match="not an image of a supported format"):
+            decode_image("image[0]", data, 10_000)
+    with pytest.raises(InvalidArgument, match="floating-point"):
+        decode_image("image[0]", encoded(Image.new("F", (4, 4)), "TIFF"), 10_000)
