@@ -100,6 +100,16 @@ def test_a_key_still_in_the_history_keeps_its_count() -> None:
     assert case.num_captures == 1
 
 
+def test_a_captured_key_leaves_the_history() -> None:
+    case = Case(max_graphs=2)
+    for num_rows in (1, 2, 2):  # 2 is captured: its place is free again
+        case.call(num_rows)
+    for num_rows in range(3, 3 + 7):
+        case.call(num_rows)
+    case.call(1)
+    assert case.num_captures == 2
+
+
 def test_a_call_that_raises_counts_nowhere() -> None:
     case = Case()
     case.encoder.error = ValueError("bad rows")
