@@ -102,17 +102,18 @@ class Preprocessor:
         self._parameters = parameters
         self._media = CheckpointMedia.from_checkpoint(checkpoint_dir)
         self._prompts = PromptBuilder.from_checkpoint(checkpoint_dir, self._media.image_feature_size)
+        num_threads = parameters.num_threads or len(os.sched_getaffinity(0))
         # The pool is the parallelism; torch's own threads beside it would only contend.
         self._pool = ThreadPoolExecutor(
-            parameters.num_threads or len(os.sched_getaffinity(0)),
-            thread_name_prefix="preprocess",
-            initializer=torch.set_num_threads,
-            initargs=(1,),
+            num_threads, "preprocess", initializer=torch.set_num_threads, initargs=(1,)
         )
+        # A task of the first pool may wait for one of these, which wait for none: no deadlock.
+        self._resize_pool = ThreadPoolExecutor(num_threads, "resize")
 
     def close(self) -> None:
         """Stop the threads; media not yet begun are given up."""
         self._pool.shutdown(cancel_futures=True)
+        self._resize_pool.shutdown()
 
     def process(self, raw: RawRequest) -> Preprocessed:
         """One request; raises the :class:`MiniCPMOError` it fails with."""
@@ -164,7 +165,7 @@ class Preprocessor:
     def _patches(self, part: ImagePart, max_slices: int) -> ImagePatches:
         data = media_bytes(part.field, part.element, self._parameters.max_media_bytes)
         image = decode_image(part.field, data, self._parameters.max_image_pixels)
-        return slice_image(image, max_slices, self._media.scale_resolution)
+        return slice_image(image, max_slices, self._media.scale_resolution, self._resize_pool)
 
     def _clip(self, part: AudioPart) -> _Clip:
         data = media_bytes(part.field, part.element, self._parameters.max_media_bytes)

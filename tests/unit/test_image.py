@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,17 @@ def test_slices_are_the_refined_picture_cut_row_by_row() -> None:
             np.testing.assert_array_equal(result.patches[start + patch], expected)
         start += rows * columns
     assert start == len(result.patches)
+
+
+@pytest.mark.parametrize("size", [(1999, 1501), (150, 20_011), (300, 400)])
+def test_a_pool_changes_no_bit(size: tuple[int, int]) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    image = Image.fromarray(noise)
+    with ThreadPoolExecutor(3) as pool:
+        shared = slice_image(image, 9, pool=pool)
+    alone = slice_image(image, 9)
+    np.testing.assert_array_equal(shared.patches, alone.patches)
+    np.testing.assert_array_equal(shared.grid_sizes, alone.grid_sizes)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

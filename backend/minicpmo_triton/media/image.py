@@ -11,7 +11,9 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -179,19 +181,35 @@ def _round_to_multiple(length: float, unit: int) -> int:
     return max(round(length / unit) * unit, unit)
 
 
-def slice_image(image: Image.Image, max_slice_nums: int, scale_resolution: int = 448) -> ImagePatches:
-    """Resize an RGB image by :func:`plan_slices` (bicubic) and cut it into patches."""
+def slice_image(
+    image: Image.Image, max_slice_nums: int, scale_resolution: int = 448, pool: Executor | None = None
+) -> ImagePatches:
+    """Resize an RGB image by :func:`plan_slices` (bicubic) and cut it into patches.
+
+    The whole picture and the slices are resized side by side on ``pool``, whose tasks must not call
+    this function in turn.
+    """
     plan = plan_slices(image.width, image.height, max_slice_nums, scale_resolution)
-    grids = [_patch_grid(plan.source, 1, 1)]
-    num_source = math.prod(grids[0])
-    num_slices = plan.rows * plan.columns
-    if num_slices:
-        grids += [_patch_grid(plan.refined, plan.rows, plan.columns)] * num_slices
+    layouts = [(plan.source, 1, 1)]
+    if plan.rows:
+        layouts.append((plan.refined, plan.rows, plan.columns))
+    grids = [_patch_grid(*layout) for layout in layouts for _ in range(layout[1] * layout[2])]
+    sizes = [size for size, _, _ in layouts]
     patches = np.empty((sum(math.prod(grid) for grid in grids), PATCH_VALUES), np.uint8)
-    _write_patches(patches[:num_source], image, plan.source, 1, 1)
-    if num_slices:
-        _write_patches(patches[num_source:], image, plan.refined, plan.rows, plan.columns)
+    resize = partial(_resized, image)
+    start = 0
+    # Not cut into bands: which way Pillow resizes first, and so its rounding, varies with its version.
+    for pixels, (size, rows, columns) in zip(
+        (pool.map if pool else map)(resize, sizes), layouts, strict=True
+    ):
+        end = start + size[0] * size[1] // PATCH_SIZE**2
+        _write_patches(patches[start:end], pixels, rows, columns)
+        start = end
     return ImagePatches(patches, np.array(grids, np.int32), plan.rows, plan.columns)
+
+
+def _resized(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:
+    return np.asarray(image.resize(size, Image.Resampling.BICUBIC))  # [H, W, 3]
 
 
 def _patch_grid(size: tuple[int, int], rows: int, columns: int) -> tuple[int, int]:
@@ -199,12 +217,9 @@ def _patch_grid(size: tuple[int, int], rows: int, columns: int) -> tuple[int, in
     return size[1] // rows // PATCH_SIZE, size[0] // columns // PATCH_SIZE
 
 
-def _write_patches(
-    out: NDArray[np.uint8], image: Image.Image, size: tuple[int, int], rows: int, columns: int
-) -> None:
-    """Resize, cut into ``rows`` x ``columns`` slices and those into patches, in one transposed copy."""
-    pixels = np.asarray(image.resize(size, Image.Resampling.BICUBIC))  # [H, W, 3]
-    patch_rows, patch_columns = _patch_grid(size, rows, columns)
+def _write_patches(out: NDArray[np.uint8], pixels: NDArray[np.uint8], rows: int, columns: int) -> None:
+    """Cut [H, W, 3] into ``rows`` x ``columns`` slices and those into patches, in one transposed copy."""
+    patch_rows, patch_columns = _patch_grid((pixels.shape[1], pixels.shape[0]), rows, columns)
     cut = pixels.reshape(rows, patch_rows, PATCH_SIZE, columns, patch_columns, PATCH_SIZE, 3)
     ordered = cut.transpose(0, 3, 1, 4, 6, 2, 5)  # slice row, column, patch row, column, channel, y, x
     out.reshape(ordered.shape)[...] = ordered
