@@ -69,6 +69,7 @@ class Engine:
         self._lock = threading.Lock()  # guards _handles, _num_requests and _closed
         self._num_requests = 0
         self._closed = False
+        _failure_log(view).unlink(missing_ok=True)  # what comes later is of the running engine
 
     @classmethod
     def start(
@@ -89,18 +90,17 @@ class Engine:
         args = merge_engine_args(engine_args, env)
         view = open_view(checkpoint_dir, with_weights=args.get("load_format") != "dummy")
         args |= {"model": view.name, "tokenizer": view.name, "dtype": dtype, "enable_prompt_embeds": True}
-        failure_log = _failure_log(view)
         try:
-            with process.engine_environment(failure_log):
-                running = start_llm(args)
+            with process.engine_environment(_failure_log(view)):
+                # No name for what runs here: frames of this function live on in tracebacks that
+                # vLLM's imports keep, and with them AsyncLLM would outlive shutdown.
+                return cls(start_llm(args), view)
         except BaseException as error:
-            reason = process.first_failure(failure_log) or process.one_line(error)
+            reason = process.first_failure(_failure_log(view)) or process.one_line(error)
             view.cleanup()
             if isinstance(error, MiniCPMOError) or not isinstance(error, Exception):
                 raise
             raise MiniCPMOError(f"vLLM could not start: {reason}") from error
-        failure_log.unlink(missing_ok=True)  # what comes later is of the running engine
-        return cls(running, view)
 
     def sampling(self, text: bytes | str | None, num_input_tokens: int) -> SamplingParams:
         """Parse ``sampling_parameters`` with the checkpoint's defaults and this engine's context."""

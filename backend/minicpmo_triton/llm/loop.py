@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,9 @@ from minicpmo_triton.llm.process import one_line
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+_EXIT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -37,24 +42,38 @@ class RunningLLM:
     facts: ModelFacts
     loop: asyncio.AbstractEventLoop
     thread: threading.Thread
+    processes: tuple[BaseProcess, ...]  # of the engine core
 
     def stop(self) -> None:
-        """Stop the loop and wait for its thread; AsyncLLM must be shut down before."""
+        """Wait for the loop's thread and the engine's processes; AsyncLLM must be shut down before."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
+        _reap(self.processes)
 
 
 def start_llm(args: Mapping[str, Any]) -> RunningLLM:
     """Start AsyncLLM with these engine arguments and wait for it; whatever vLLM raises comes out."""
     started: Future[tuple[AsyncLLM, ModelFacts, asyncio.AbstractEventLoop]] = Future()
+    others = set(multiprocessing.active_children())
     thread = threading.Thread(target=_run, args=(args, started), name="vllm-loop", daemon=True)
     thread.start()
     try:
         llm, facts, loop = started.result()
     except BaseException:
         thread.join()
+        _reap(set(multiprocessing.active_children()) - others)
         raise
-    return RunningLLM(llm, facts, loop, thread)
+    processes = set(multiprocessing.active_children()) - others
+    return RunningLLM(llm, facts, loop, thread, tuple(processes))
+
+
+def _reap(processes: Iterable[BaseProcess]) -> None:
+    """Wait for processes that should be gone; vLLM kills one that is slow, but leaves it a zombie."""
+    for process in processes:
+        process.join(_EXIT_TIMEOUT_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
 
 
 def _run(

@@ -24,6 +24,8 @@ _DEFAULTS = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # the stub has threads and may have a CUDA context
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
+    # On a busy host the processes need longer to end than vLLM's 5 s; killed, they leave shared memory.
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "15",
     # One request must not fill the engine by itself; the operator may raise it.
     "VLLM_MAX_N_SEQUENCES": "64",
 }
