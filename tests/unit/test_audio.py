@@ -74,6 +74,7 @@ def test_resampling_in_blocks_is_resampling_at_once(rate: int) -> None:
         ("WAV", "PCM_24", 1e-6),
         ("FLAC", "PCM_16", 1e-4),
         ("OGG", "VORBIS", 0.1),
+        ("OGG", "OPUS", 0.1),
         ("MP3", "MPEG_LAYER_III", 0.1),
     ],
 )

@@ -90,11 +90,10 @@ def _check_ogg_is_whole(field: str, data: bytes) -> None:
     """libsndfile drops a last Ogg page that is cut off. A missing end-of-stream mark is no error."""
     if data[:4] != b"OggS":
         return
-    page = data.rfind(b"OggS")
-    segment_table = page + 27
-    num_segments = data[page + 26] if segment_table <= len(data) else 0
-    segment_sizes = data[segment_table : segment_table + num_segments]
-    if segment_table + num_segments + sum(segment_sizes) > len(data) or not num_segments:
+    # A page: 26 bytes, the number of its segments, that many bytes of segment sizes, the segments.
+    sizes_at = data.rfind(b"OggS") + 27
+    segment_sizes = data[sizes_at : sizes_at + data[sizes_at - 1]] if sizes_at <= len(data) else b""
+    if sizes_at > len(data) or sizes_at + data[sizes_at - 1] + sum(segment_sizes) > len(data):
         raise InvalidArgument(field, "is truncated: its last Ogg page is incomplete")
 
 
