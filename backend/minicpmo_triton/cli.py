@@ -1,4 +1,4 @@
-"""``minicpmo-triton``: serve, check the machine, write a tiny checkpoint."""
+"""``minicpmo-triton``: serve, check the machine, plan graphs, write checkpoints for trials."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import FrameType
 
 from minicpmo_triton import __version__
 from minicpmo_triton.config import DEFAULT_CHECKPOINT, DTYPES
-from minicpmo_triton.errors import MiniCPMOError
+from minicpmo_triton.errors import ConfigError, MiniCPMOError
 
 
 def default_repository() -> Path:
@@ -34,7 +34,41 @@ def build_parser() -> argparse.ArgumentParser:
     )
     tiny.add_argument("out", type=Path, help="folder to write; made if it does not exist")
     tiny.set_defaults(run=_tiny_checkpoint)
+    random = commands.add_parser(
+        "random-checkpoint",
+        help="write a full-size checkpoint with random encoders, for measurements on a GPU",
+        description="Write a checkpoint folder of full size with random encoder weights (1.6 GB). Serve it "
+        'with MINICPMO_ENGINE_ARGS=\'{"load_format": "dummy"}\', which makes a random language model.',
+    )
+    random.add_argument("published", type=Path, help="the published checkpoint's JSON and tokenizer files")
+    random.add_argument("out", type=Path, help="folder to write; made if it does not exist")
+    random.set_defaults(run=_random_checkpoint)
+    _add_shapes(commands)
     return parser
+
+
+def _add_shapes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    shapes = commands.add_parser(
+        "shapes",
+        help="say which CUDA graphs given images and recordings need",
+        description="Print the graph keys that images of the given sizes and recordings of the given "
+        "lengths produce, each sent alone, and how many graphs each encoder needs for all of them.",
+    )
+    shapes.add_argument(
+        "--image", action="append", default=[], metavar="WIDTHxHEIGHT", help="in pixels; may be repeated"
+    )
+    shapes.add_argument(
+        "--audio", action="append", default=[], metavar="SECONDS", help="at 16 kHz; may be repeated"
+    )
+    shapes.add_argument("--max-slice-nums", type=int, default=9, help="slices of an image (default: 9)")
+    shapes.add_argument(
+        "--write-warmup",
+        type=Path,
+        metavar="MODEL_REPOSITORY",
+        help="also write the input files of a model_warmup under the encoders' folders there, and print "
+        "the lines that go into their config.pbtxt",
+    )
+    shapes.set_defaults(run=_shapes)
 
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -105,6 +139,30 @@ def _tiny_checkpoint(arguments: argparse.Namespace) -> int:
 
     write_tiny_checkpoint(arguments.out)
     _say(f"wrote {arguments.out}")
+    return 0
+
+
+def _random_checkpoint(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from minicpmo_triton.encoders.random_weights import write_random_checkpoint
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write_random_checkpoint(arguments.published, arguments.out, device)
+    _say(f"wrote {arguments.out}")
+    return 0
+
+
+def _shapes(arguments: argparse.Namespace) -> int:
+    from minicpmo_triton import shapes
+
+    images = [shapes.parse_image_size(text) for text in arguments.image]
+    clips = [shapes.parse_seconds(text) for text in arguments.audio]
+    if not images and not clips:
+        raise ConfigError("give at least one --image WIDTHxHEIGHT or --audio SECONDS")
+    print(shapes.report(images, clips, arguments.max_slice_nums))
+    if arguments.write_warmup:
+        print(shapes.write_warmup(arguments.write_warmup, images, clips, arguments.max_slice_nums))
     return 0
 
 

@@ -14,7 +14,7 @@ from minicpmo_triton.launcher import ServerOptions, TritonServer
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 #: Positions of the engine's context in these tests; small, so that a test can exceed it.
 MAX_MODEL_LEN = 4096
-ENGINE_ARGS = {"max_model_len": MAX_MODEL_LEN}
+ENGINE_ARGS = {"max_model_len": MAX_MODEL_LEN, "enforce_eager": True}  # compiling takes a minute
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -36,7 +36,7 @@ def wrong_requests(media: Path) -> dict[str, tuple[dict[str, Any], str]]:
         "audio that is a picture": ({"messages": user({"type": "audio", "audio": image}, text)}, "audio[0]"),
         "truncated image": ({"messages": user({"type": "image", "image": image[:9000]}, text)}, "image[0]"),
         "truncated audio header": ({"messages": user({"type": "audio", "audio": audio[:30]})}, "audio[0]"),
-        "empty image": ({"messages": user({"type": "image", "image": b""}, text)}, "image[0]"),
+        "empty image": ({"messages": user({"type": "image", "image": b""}, text)}, "content[0].image"),
         "empty text": ({"messages": user({"type": "text", "text": ""})}, "messages[0]"),
         "empty messages": ({"messages": []}, "messages"),
         "unknown role": ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),

@@ -101,7 +101,8 @@ def test_greedy_tokens(name: str, goldens: Mapping[str, Any], media_dir: Path, c
     assert len(ids) == 16
     assert ids[:steps] == expected["greedy_token_ids"][:steps]
     if steps == 16:
-        assert text == expected["greedy_text"]
+        # vLLM holds back the bytes of a character that the answer's end cuts; the goldens show them.
+        assert text.rstrip("\ufffd") == expected["greedy_text"].rstrip("\ufffd")
 
 
 @pytest.mark.parametrize("name", ["text", "image_and_audio"])
@@ -115,7 +116,7 @@ def test_whole_answer_equals_the_streamed_one(
         media_parameters=media_parameters_of(request),
         stream=False,
     )
-    assert whole.text == goldens[name]["expected"]["greedy_text"]
+    assert whole.text.rstrip("\ufffd") == goldens[name]["expected"]["greedy_text"].rstrip("\ufffd")
     assert whole.finish_reason == "length"
     assert whole.num_output_tokens == 16
     assert whole.num_input_tokens == len(goldens[name]["expected"]["input_ids"])

@@ -21,6 +21,7 @@ from minicpmo_triton.checkpoint import Checkpoint
 from minicpmo_triton.encoders.audio import AudioModule, BlockCausalMask, num_positions, num_tokens
 from minicpmo_triton.encoders.vision import MAX_SLICE_PATCHES, Grid, PositionCache, VisionModule
 from minicpmo_triton.errors import InvalidArgument
+from minicpmo_triton.graphs.device import Forward
 from minicpmo_triton.schema import (
     GRID_SIZES,
     MAX_MEL_FRAMES,
@@ -33,8 +34,6 @@ from minicpmo_triton.schema import (
 
 MAX_BATCH = 16
 
-#: Inputs of a module by the names of its forward method -> its output.
-Forward: TypeAlias = Callable[[Mapping[str, Tensor]], Tensor]
 HostArray: TypeAlias = "NDArray[Any] | Tensor"  # a tensor on the CPU
 
 Item = TypeVar("Item")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from minicpmo_triton.encoders import audio, vision
@@ -40,6 +44,25 @@ def _fill(module: nn.Module, dtype: torch.dtype, device: torch.device | str, see
             else:
                 # The 1-D weights are those of layer norms; everything else of one dimension is a bias.
                 parameter.normal_(float(name.endswith("weight")), 0.05, generator=generator)
+
+
+def write_random_checkpoint(published: Path, out: Path, device: torch.device | str = "cpu") -> None:
+    """A checkpoint folder of full size: ``published``'s JSON files, and random encoders in bfloat16.
+
+    ``published`` is the published checkpoint's folder, with or without its weights. The language model
+    is left out: serve it with vLLM's ``{"load_format": "dummy"}``.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for file in (*published.glob("*.json"), *published.glob("*.jinja"), *published.glob("*.txt")):
+        if not file.name.endswith(".index.json"):
+            shutil.copyfile(file, out / file.name)
+    tensors: dict[str, torch.Tensor] = {}
+    with torch.device("meta"):
+        modules: list[nn.Module] = [VisionModule(*VISION), AudioModule(*AUDIO)]
+    for seed, module in enumerate(modules):
+        _fill(module, torch.bfloat16, device, seed)
+        tensors |= {name: p.detach().cpu() for name, p in module.named_parameters()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
 def random_vision_module(

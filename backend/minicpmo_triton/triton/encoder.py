@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import locale
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +14,13 @@ from minicpmo_triton import schema
 from minicpmo_triton.checkpoint import Checkpoint, resolve_checkpoint
 from minicpmo_triton.config import EncoderParameters, resolve_dtype
 from minicpmo_triton.encoders.batching import AudioEncoder, AudioItem, VisionEncoder, VisionItem
+from minicpmo_triton.encoders.timing import TimedForward
+from minicpmo_triton.errors import InvalidArgument, MiniCPMOError
+from minicpmo_triton.graphs.adapter import REMEDY, GraphAdapter
+from minicpmo_triton.graphs.device import Forward
+from minicpmo_triton.graphs.policy import GraphSettings
 from minicpmo_triton.triton import tensors
+from minicpmo_triton.triton.metrics import EncoderMetrics
 from minicpmo_triton.triton.microbatch import MicroBatcher
 
 #: Requests that one pass takes from the queue at most.
@@ -22,70 +30,115 @@ MAX_REQUESTS = 32
 @dataclass(frozen=True)
 class _Job:
     item: Any  # VisionItem or AudioItem; views the memory of ``request``
+    num_pieces: int  # slices or chunks
     request: Any  # held so that the memory stays
     sender: Any
 
 
 class _EncoderModel:
-    """What both encoders share: a queue in front, one reply per request behind."""
+    """What both encoders share: a queue in front, a graph adapter inside, one reply per request behind.
+
+    The worker thread of the queue is the only one that touches the device.
+    """
 
     model: ClassVar[schema.Model]
 
     def initialize(self, args: Mapping[str, str]) -> None:
+        with contextlib.suppress(locale.Error):  # the stub's C locale breaks vLLM's imports
+            locale.setlocale(locale.LC_CTYPE, "C.UTF-8")
         config = tensors.model_config(args)
         parameters = EncoderParameters.read(config.get("parameters", {}))
-        device = tensors.torch_device(args)
-        dtype = getattr(torch, resolve_dtype(parameters.dtype, device.type == "cuda"))
+        self._settings = GraphSettings.from_parameters(parameters)
+        self._device = tensors.torch_device(args)
+        self._metrics = EncoderMetrics(args["model_name"], args["model_instance_name"], str(self._device))
+        dtype = getattr(torch, resolve_dtype(parameters.dtype, self._device.type == "cuda"))
         self._embeds_dtype = tensors.embeds_dtype(config, "output")
         checkpoint = Checkpoint(resolve_checkpoint(parameters.checkpoint))
-        self._encoder = self._load(checkpoint, dtype, device)
+        self._encoder = self._load(checkpoint, dtype)
         self._empty = torch.empty((0, self._encoder.hidden_size), dtype=self._embeds_dtype)
+        self._publish()
         self._batcher: MicroBatcher[_Job] = MicroBatcher(self.model.name, self._encode, MAX_REQUESTS)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                item = self._read(request)
+                rows, sizes = (tensors.require_array(request, spec) for spec in self.model.inputs)
             except BaseException as error:
                 tensors.send_final(sender, tensors.error_response(tensors.as_reply_error(error)))
                 continue
-            if self._is_empty(item):  # text only: no queue, no device
+            if len(rows) == len(sizes) == 0:  # text only: no queue, no device
                 self._reply(sender, self._empty)
             else:
-                self._batcher.submit(_Job(item, request, sender))
+                self._batcher.submit(_Job(self._item(rows, sizes), len(sizes), request, sender))
 
-    def _encode(self, jobs: list[_Job]) -> None:
-        results: Sequence[torch.Tensor | BaseException]
-        try:
-            results = self._encoder.encode([job.item for job in jobs])
-        except BaseException as error:
-            results = [error] * len(jobs)
-        for job, result in zip(jobs, results, strict=True):
-            self._reply(job.sender, result)
-
-    def _reply(self, sender: Any, result: torch.Tensor | BaseException) -> None:
-        try:
-            if isinstance(result, BaseException):
-                raise result
-            embeds = result.to("cpu", self._embeds_dtype)
-            reply = tensors.response([tensors.output_torch(self.model.outputs[0], embeds)])
-        except BaseException as error:
-            reply = tensors.error_response(tensors.as_reply_error(error))
-        tensors.send_final(sender, reply)
+    def is_ready(self) -> bool:
+        """Asked by the Triton versions that do: false once a capture has failed."""
+        return self._adapter.failed is None
 
     def finalize(self) -> None:
         self._batcher.close()
 
-    def _load(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Any:
+    def _wrap(self, forward: Forward) -> Forward:
+        self._adapter = GraphAdapter(
+            forward, self._settings, self._device, on_capture=self._metrics.observe_capture
+        )
+        self._timed = TimedForward(self._adapter, self._device, self._adapter.get_cumulative_stats)
+        return self._timed
+
+    def _encode(self, jobs: list[_Job]) -> None:
+        """Answer every job of one pass; an unexpected error costs only the job it belongs to."""
+        try:
+            embeds = self._encode_to_host(jobs)
+        except BaseException as error:
+            if len(jobs) > 1 and self._adapter.failed is None:
+                for job in jobs:
+                    self._encode([job])
+                return
+            embeds = [self._explain(error)] * len(jobs)
+        self._metrics.add_items(
+            sum(job.num_pieces for job, result in zip(jobs, embeds, strict=True) if _succeeded(result))
+        )
+        self._publish()  # before the answers, so that a client who has one finds itself counted
+        for job, result in zip(jobs, embeds, strict=True):
+            self._reply(job.sender, result)
+
+    def _encode_to_host(self, jobs: list[_Job]) -> list[torch.Tensor | MiniCPMOError]:
+        results = self._encoder.encode([job.item for job in jobs])
+        return [
+            result if isinstance(result, InvalidArgument) else result.to("cpu", self._embeds_dtype)
+            for result in results
+        ]
+
+    def _explain(self, error: BaseException) -> MiniCPMOError:
+        if self._adapter.failed is error:
+            what = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            return MiniCPMOError(f"{self.model.name}: capturing a CUDA graph failed ({what}); {REMEDY}")
+        return tensors.as_reply_error(error)
+
+    def _publish(self) -> None:
+        for call in self._timed.take():
+            self._metrics.observe_call("graph" if call.by_graph else "eager", call.seconds)
+        self._metrics.publish(
+            self._adapter.get_cumulative_stats(), self._adapter.static_bytes, self._adapter.pool_bytes
+        )
+
+    def _reply(self, sender: Any, result: torch.Tensor | MiniCPMOError) -> None:
+        if isinstance(result, MiniCPMOError):
+            reply = tensors.error_response(result)
+        else:
+            reply = tensors.response([tensors.output_torch(self.model.outputs[0], result)])
+        tensors.send_final(sender, reply)
+
+    def _load(self, checkpoint: Checkpoint, dtype: torch.dtype) -> VisionEncoder | AudioEncoder:
         raise NotImplementedError
 
-    def _read(self, request: Any) -> Any:
+    def _item(self, rows: Any, sizes: Any) -> VisionItem | AudioItem:
         raise NotImplementedError
 
-    @staticmethod
-    def _is_empty(item: VisionItem | AudioItem) -> bool:
-        return all(len(array) == 0 for array in vars(item).values())
+
+def _succeeded(result: torch.Tensor | MiniCPMOError) -> bool:
+    return isinstance(result, torch.Tensor)
 
 
 class VisionEncoderModel(_EncoderModel):
@@ -93,14 +146,11 @@ class VisionEncoderModel(_EncoderModel):
 
     model = schema.VISION_ENCODER
 
-    def _load(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> VisionEncoder:
-        return VisionEncoder.from_checkpoint(checkpoint, dtype, device)
+    def _load(self, checkpoint: Checkpoint, dtype: torch.dtype) -> VisionEncoder:
+        return VisionEncoder.from_checkpoint(checkpoint, dtype, self._device, self._wrap)
 
-    def _read(self, request: Any) -> VisionItem:
-        return VisionItem(
-            patches=tensors.require_array(request, schema.PATCHES),
-            grid_sizes=tensors.require_array(request, schema.GRID_SIZES),
-        )
+    def _item(self, rows: Any, sizes: Any) -> VisionItem:
+        return VisionItem(patches=rows, grid_sizes=sizes)
 
 
 class AudioEncoderModel(_EncoderModel):
@@ -108,11 +158,8 @@ class AudioEncoderModel(_EncoderModel):
 
     model = schema.AUDIO_ENCODER
 
-    def _load(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> AudioEncoder:
-        return AudioEncoder.from_checkpoint(checkpoint, dtype, device)
+    def _load(self, checkpoint: Checkpoint, dtype: torch.dtype) -> AudioEncoder:
+        return AudioEncoder.from_checkpoint(checkpoint, dtype, self._device, self._wrap)
 
-    def _read(self, request: Any) -> AudioItem:
-        return AudioItem(
-            mel=tensors.require_array(request, schema.MEL),
-            mel_lengths=tensors.require_array(request, schema.MEL_LENGTHS),
-        )
+    def _item(self, rows: Any, sizes: Any) -> AudioItem:
+        return AudioItem(mel=rows, mel_lengths=sizes)

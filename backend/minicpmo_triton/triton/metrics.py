@@ -1,0 +1,97 @@
+"""An encoder instance's figures on Triton's metrics endpoint; docs/metrics.md says what each means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from minicpmo_triton.graphs.stats import GraphStats, Miss
+
+PREFIX = "minicpmo_encoder"
+#: Upper bounds in seconds: a replay of a second of audio takes about one millisecond.
+CALL_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+CAPTURE_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class EncoderMetrics:
+    """Published totals of one model instance.
+
+    Every family carries the labels ``model``, ``instance`` and ``device``, so that two instances of a
+    model, each a process of its own, report side by side. Triton's metrics have no "set to" for
+    counters: what is added is the difference to the totals published before.
+    """
+
+    def __init__(self, model: str, instance: str, device: str) -> None:
+        self._labels = {"model": model, "instance": instance, "device": device}
+        self._published: dict[Any, float] = {}
+        self._families: list[Any] = []  # Triton deletes a family's metrics with it
+        self._hits = self._metric("graph_hits_total", "Calls answered by replaying a graph", "COUNTER")
+        misses = self._family("graph_misses_total", "Calls run eagerly, by reason", "COUNTER")
+        self._misses = {miss: misses.Metric(labels={**self._labels, "reason": miss.value}) for miss in Miss}
+        self._graphs = self._metric("graphs", "Captured graphs", "GAUGE")
+        self._failures = self._metric(
+            "graph_capture_failures", "1 once a capture has failed and the encoder refuses calls", "GAUGE"
+        )
+        self._static = self._metric("graph_static_bytes", "Static input and output buffers", "GAUGE")
+        self._pool = self._metric("graph_pool_bytes", "Device memory that captures kept", "GAUGE")
+        self._captures = self._metric(
+            "graph_captures_seconds", "Time of a capture", "HISTOGRAM", CAPTURE_SECONDS
+        )
+        self._items = self._metric("items_total", "Slices or audio chunks encoded", "COUNTER")
+        seconds = self._family("seconds", "Time of a call of the encoder, by path", "HISTOGRAM")
+        self._seconds = {
+            path: seconds.Metric(labels={**self._labels, "path": path}, buckets=list(CALL_SECONDS))
+            for path in ("graph", "eager")
+        }
+
+    def _family(self, name: str, description: str, kind: str) -> Any:
+        family = pb_utils.MetricFamily(
+            name=f"{PREFIX}_{name}", description=description, kind=getattr(pb_utils.MetricFamily, kind)
+        )
+        self._families.append(family)
+        return family
+
+    def _metric(self, name: str, description: str, kind: str, buckets: tuple[float, ...] = ()) -> Any:
+        family = self._family(name, description, kind)
+        if buckets:
+            return family.Metric(labels=self._labels, buckets=list(buckets))
+        return family.Metric(labels=self._labels)
+
+    def publish(self, stats: GraphStats, static_bytes: int, pool_bytes: int) -> None:
+        """Bring counters and gauges to these totals; what has not changed costs nothing."""
+        misses: Mapping[Miss, int] = {
+            Miss.INELIGIBLE: stats.ineligible_misses,
+            Miss.CAPACITY: stats.capacity_misses,
+            Miss.WARMUP: stats.warmup_misses,
+            Miss.MEMORY: stats.memory_misses,
+        }
+        self._raise_to(self._hits, stats.graph_hits)
+        for miss, total in misses.items():
+            self._raise_to(self._misses[miss], total)
+        for gauge, value in (
+            (self._graphs, stats.num_graphs),
+            (self._failures, stats.capture_failures),
+            (self._static, static_bytes),
+            (self._pool, pool_bytes),
+        ):
+            if self._published.get(gauge) != value:
+                gauge.set(value)
+                self._published[gauge] = value
+
+    def _raise_to(self, counter: Any, total: float) -> None:
+        added = total - self._published.get(counter, 0)
+        if added > 0:
+            counter.increment(added)
+            self._published[counter] = total
+
+    def add_items(self, count: int) -> None:
+        self._items.increment(count)
+
+    def observe_call(self, path: str, seconds: float) -> None:
+        """One call of the encoder; ``path`` is ``graph`` or ``eager``."""
+        self._seconds[path].observe(seconds)
+
+    def observe_capture(self, seconds: float) -> None:
+        self._captures.observe(seconds)
