@@ -125,7 +125,7 @@ def report(images: Sequence[ImageSize], clips: Sequence[Clip], max_slice_nums: i
 
 def _warmup_inputs(
     request: ImageSize | Clip, max_slice_nums: int
-) -> Iterator[tuple[schema.Tensor, NDArray[Any]]:
+) -> Iterator[tuple[schema.Tensor, NDArray[Any]]]:
     if isinstance(request, ImageSize):
         grids = np.array(slice_grids(request, max_slice_nums), np.int32)
         num_patches = int(grids.prod(axis=1).sum())
