@@ -5,7 +5,7 @@ CHECKPOINT ?= openbmb/MiniCPM-o-4_5
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help setup demo serve test lint doctor clean
+.PHONY: help setup demo serve test test-gpu lint doctor clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -21,6 +21,9 @@ serve: setup ## serve CHECKPOINT=folder-or-id until interrupted
 
 test: setup lint ## all tests: unit, engine, and the pipeline on a real tritonserver
 	@$(VENV)/python -m pytest $(PYTEST_ARGS)
+
+test-gpu: ## the encoders' graphs on an NVIDIA GPU; uses the active environment, or .venv
+	@$(if $(VIRTUAL_ENV),python,$(VENV)/python) -m pytest tests/gpu -s -p no:cacheprovider $(PYTEST_ARGS)
 
 lint: setup ## ruff and mypy
 	@$(VENV)/ruff check . && $(VENV)/ruff format --check . && $(VENV)/mypy

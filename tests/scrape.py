@@ -1,0 +1,33 @@
+"""Read Triton's metrics endpoint."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_LINE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One line of the endpoint."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+def scrape(url: str) -> list[Sample]:
+    """Every sample that the endpoint at ``url`` shows."""
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        text = answer.read().decode()
+    found = (_LINE.match(line) for line in text.splitlines())
+    return [Sample(m[1], dict(_LABEL.findall(m[2] or "")), float(m[3])) for m in found if m]
+
+
+def total(samples: list[Sample], name: str, **labels: str) -> float:
+    """Sum of the samples of this name that carry these labels."""
+    return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
