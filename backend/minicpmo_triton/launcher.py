@@ -3,14 +3,14 @@
 A Python-backend stub or an engine process of vLLM can outlive a server that dies badly, and so can
 the shared memory of the stubs. Each server therefore runs in a session of its own, with a
 shared-memory prefix of its own; :meth:`TritonServer.stop` ends what is left of that session and
-removes what is left under that prefix, and touches nothing else.
+removes what is left under that prefix, and touches nothing else. Where the launcher itself is killed,
+its guard process does that (:mod:`minicpmo_triton.sessions`).
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import os
 import re
 import secrets
@@ -29,13 +29,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from minicpmo_triton import sessions
 from minicpmo_triton.errors import ConfigError, Unavailable
 from minicpmo_triton.repository import derive_repository
-
-SHARED_MEMORY = Path("/dev/shm")
-#: Seconds tritonserver gets to unload its models before it is ended.
-STOP_TIMEOUT_S = 30.0
-_PR_SET_PDEATHSIG = 1
 
 _LOADED = re.compile(r"successfully loaded '([^']+)'")
 # A Python model's reason ends where the stub appends its traceback ("At:"), with escaped newlines.
@@ -127,6 +123,7 @@ class TritonServer:
         self._failures: dict[str, str] = {}
         self._ready = threading.Event()
         self._process: subprocess.Popen[str] | None = None
+        self._guard: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._scratch: Path | None = None
 
@@ -178,7 +175,14 @@ class TritonServer:
             text=True,
             errors="replace",
             start_new_session=True,
-            preexec_fn=_end_with_parent,  # one prctl call, nothing that could lock
+        )
+        guarded = [str(self._process.pid), self._prefix, str(self._scratch)]
+        self._guard = subprocess.Popen(
+            [sys.executable, "-m", sessions.__name__, *guarded],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # a Ctrl-C in the terminal is not for it
         )
         assert self._process.stdout is not None
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
@@ -251,20 +255,17 @@ class TritonServer:
         process, self._process = self._process, None
         with _signals_ignored():
             if process is not None:
-                _end_session(process)
+                sessions.end_server(process.pid, self._prefix, self._scratch)
+                process.wait()
+            elif self._scratch is not None:
+                shutil.rmtree(self._scratch, ignore_errors=True)
+            if self._guard is not None:
+                self._guard.communicate("done\n")
+                self._guard = None
             if self._reader is not None:
                 self._reader.join(timeout=5.0)
                 self._reader = None
-            for region in SHARED_MEMORY.glob(f"{self._prefix}*"):
-                region.unlink(missing_ok=True)
-            if self._scratch is not None:
-                shutil.rmtree(self._scratch, ignore_errors=True)
-                self._scratch = None
-
-
-def _end_with_parent() -> None:
-    """In the child: ask the kernel for a SIGTERM when the launcher dies, however it dies."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            self._scratch = None
 
 
 @contextlib.contextmanager
@@ -279,37 +280,3 @@ def _signals_ignored() -> collections.abc.Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _end_session(process: subprocess.Popen[str]) -> None:
-    """Ask the server to stop, then end whatever is left of its session."""
-    session = process.pid  # it was started as the leader of a session of its own
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    deadline = time.monotonic() + 10.0
-    while (left := session_members(session)) and time.monotonic() < deadline:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
-    process.wait()
-
-
-def session_members(session: int) -> list[int]:
-    """Process ids of the live members of a session."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            # pid (command) state ppid pgrp session …; the command may hold spaces and brackets
-            state, _, _, member_of = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-        except (OSError, ValueError):
-            continue  # it ended meanwhile
-        if int(member_of) == session and state != "Z":
-            members.append(int(entry.name))
-    return members

@@ -11,8 +11,6 @@ import re
 import shutil
 from pathlib import Path
 
-import torch
-
 from minicpmo_triton.config import resolve_dtype
 
 _EMBEDS_LINE = re.compile(r'(name: "\w+_embeds" data_type: )TYPE_\w+')
@@ -20,6 +18,8 @@ _EMBEDS_LINE = re.compile(r'(name: "\w+_embeds" data_type: )TYPE_\w+')
 
 def derive_repository(source: Path, target: Path, dtype: str) -> Path:
     """``source`` where it serves ``dtype`` as it stands, else a copy under ``target`` that does."""
+    import torch  # seconds to import, and only this needs it
+
     if resolve_dtype(dtype, torch.cuda.is_available()) == "bfloat16":
         return source
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))

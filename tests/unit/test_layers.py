@@ -17,7 +17,7 @@ MODULE_LAYERS = {
     "checkpoint": 1,
     "tiny_checkpoint": 1,
 }
-TOP = {"cli": 5, "doctor": 5, "launcher": 5, "repository": 5, "shapes": 5}
+TOP = {"cli": 5, "doctor": 5, "launcher": 5, "repository": 5, "shapes": 5, "sessions": 5}
 BASE = 0  # config, schema, errors
 
 
