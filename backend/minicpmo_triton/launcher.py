@@ -224,7 +224,7 @@ class TritonServer:
         assert self._process is not None
         started = time.monotonic()
         next_sign_of_life = 10.0
-        while not self._ready.wait(0.1):
+        while not (self._ready.wait(0.1) and self._endpoints_open()):
             elapsed = time.monotonic() - started
             if self._process.poll() is not None:
                 raise Unavailable(self._why_ended())
@@ -233,6 +233,17 @@ class TritonServer:
             if elapsed >= next_sign_of_life:
                 self._on_event(f"still loading, {elapsed:.0f} s")
                 next_sign_of_life += 10.0
+
+    def _endpoints_open(self) -> bool:
+        """Whether every port accepts: Triton says that it has started them a moment before it has."""
+        host = "127.0.0.1" if self.options.host in ("0.0.0.0", "") else self.options.host
+        try:
+            for port in (self.http_port, self.grpc_port, self.metrics_port):
+                socket.create_connection((host, port), timeout=1.0).close()
+        except OSError:
+            time.sleep(0.05)
+            return False
+        return True
 
     def _why_ended(self) -> str:
         assert self._process is not None

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minicpmo_triton.errors import Unavailable
 from minicpmo_triton.graphs.adapter import GraphAdapter
 from minicpmo_triton.graphs.policy import GraphSettings, Inputs
 
@@ -189,55 +188,6 @@ def test_late_captures_while_other_threads_replay(mlp: Mlp) -> None:
         assert all(torch.allclose(g, w, atol=1e-5) for g, w in zip(got[t], want[t], strict=True))
         stats = adapters[t].get_cumulative_stats()
         assert (stats.num_graphs, stats.warmup_misses, stats.graph_hits) == (20, 20, 180)
-
-
-def syncs_under_capture(inputs: Inputs) -> Tensor:
-    rows = inputs["rows"]
-    assert rows is not None
-    if torch.cuda.is_current_stream_capturing():
-        rows.sum().item()  # a host sync: CUDA breaks the capture
-    return rows * 2
-
-
-def raises_under_capture(inputs: Inputs) -> Tensor:
-    rows = inputs["rows"]
-    assert rows is not None
-    if torch.cuda.is_current_stream_capturing():
-        raise ValueError("not under capture")
-    return rows * 2
-
-
-@pytest.mark.parametrize("forward", [raises_under_capture, syncs_under_capture])
-def test_a_failed_capture_latches_and_the_process_answers(
-    forward: Callable[[Inputs], Tensor], mlp: Mlp
-) -> None:
-    failing, other = adapter_over(forward), adapter_over(mlp)
-    rows = random_rows(8, 0)
-    want = mlp({"rows": rows})
-    for _ in range(3):
-        other({"rows": rows})
-    stream = torch.cuda.current_stream()
-    failing({"rows": rows})
-    with pytest.raises((ValueError, RuntimeError)) as raised:
-        failing({"rows": rows})
-    print(f"\noriginal: {type(raised.value).__name__}: {str(raised.value).splitlines()[0]}")
-    assert "previous error" not in str(raised.value)  # that is what CUDA adds to the original
-    assert torch.cuda.current_stream() == stream
-    for _ in range(3):
-        with pytest.raises(Unavailable, match="set encoder_cuda_graph to false"):
-            failing({"rows": rows})
-    assert failing.get_cumulative_stats().capture_failures == 1
-
-    assert torch.allclose(other({"rows": rows}), want, atol=1e-5)  # an old graph
-    more = random_rows(24, 1)
-    for _ in range(3):  # and a new one
-        assert torch.allclose(other({"rows": more}), mlp({"rows": more}), atol=1e-5)
-    assert other.get_cumulative_stats().num_graphs == 2
-    big = torch.ones(64 * MIB, device="cuda")
-    assert float(big.sum()) == 64 * MIB
-    del big
-    torch.cuda.empty_cache()
-    torch.cuda.synchronize()
 
 
 def test_memory_floor_skips_and_later_admits(mlp: Mlp) -> None:
