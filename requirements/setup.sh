@@ -26,7 +26,7 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" 2> >(grep -v 
 say "virtual environment (.venv)"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 say "torch for the CPU"
-pip install -q --no-deps --extra-index-url https://download.pytorch.org/whl/cpu -r requirements/torch-cpu.txt
+pip install -q --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu -r requirements/torch-cpu.txt
 say "pinned packages (about 130; two minutes the first time)"
 pip install -q --no-deps -r requirements/cpu.txt -r requirements/dev.txt
 say "minicpmo-triton and minicpmo-client, editable"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,47 +14,13 @@ import torch
 from minicpmo_triton import schema
 from minicpmo_triton.checkpoint import resolve_checkpoint
 from minicpmo_triton.config import LLMParameters, resolve_dtype
-from minicpmo_triton.errors import Cancelled, MiniCPMOError
+from minicpmo_triton.errors import MiniCPMOError
 from minicpmo_triton.llm.engine import Engine, Generation, Handle, Increment, read_engine_args
 from minicpmo_triton.triton import tensors
 
 
-@dataclass(frozen=True)
-class _Reply:
-    sender: Any
-    response: Any  # None: nothing but the final flag
-    final: bool
-
-
-class _Responder:
-    """Sends responses from a thread of its own, so that the engine's loop never waits for Triton."""
-
-    def __init__(self) -> None:
-        self._replies: queue.SimpleQueue[_Reply | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
-        self._thread.start()
-
-    def put(self, reply: _Reply) -> None:
-        self._replies.put(reply)
-
-    def close(self) -> None:
-        self._replies.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (reply := self._replies.get()) is not None:
-            flags = tensors.FINAL if reply.final else 0
-            try:
-                if reply.response is None:
-                    reply.sender.send(flags=flags)
-                else:
-                    reply.sender.send(reply.response, flags=flags)
-            except Exception as error:  # a client that has gone must not stop the others' answers
-                tensors.as_reply_error(error)
-
-
 class _Stream:
-    """One request on its way: what the engine calls back with, and the cancel that Triton asks for."""
+    """One request on its way. The engine calls ``on_output`` and ``on_done`` on its loop."""
 
     def __init__(self, sender: Any, responder: _Responder) -> None:
         self._sender = sender
@@ -63,17 +28,45 @@ class _Stream:
         self.handle: Handle | None = None
 
     def on_output(self, increment: Increment) -> None:
-        self._responder.put(_Reply(self._sender, tensors.response(answer_outputs(increment)), final=False))
+        self._responder.put(lambda: self._send(increment))
+
+    def on_done(self, error: MiniCPMOError | None) -> None:
+        self._responder.put(lambda: self._finish(error))
+
+    def _send(self, increment: Increment) -> None:
+        self._sender.send(tensors.response(answer_outputs(increment)))
         if self._sender.is_cancelled() and self.handle is not None:
             self.handle.cancel()
 
-    def on_done(self, error: MiniCPMOError | None) -> None:
-        if error is not None:
-            if self._sender.is_cancelled():
-                error = Cancelled("the client gave the request up")
-            self._responder.put(_Reply(self._sender, tensors.error_response(error), final=True))
+    def _finish(self, error: MiniCPMOError | None) -> None:
+        if error is None:
+            self._sender.send(flags=tensors.FINAL)
         else:
-            self._responder.put(_Reply(self._sender, None, final=True))
+            tensors.send_final(self._sender, tensors.error_response(error))
+
+
+class _Responder:
+    """Builds and sends responses on a thread of its own, so that the engine's loop never waits for Triton."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Send what is waiting, then end the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # a client that has gone must not stop the others' answers
+                tensors.as_reply_error(error)
 
 
 def answer_outputs(increment: Increment) -> list[Any]:
