@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from minicpmo_triton.errors import InvalidArgument
+from minicpmo_triton.media import image as image_module
 from minicpmo_triton.media.image import decode_image, plan_slices, slice_image
 
 CASES = ("image_small_upscaled", "image_sliced", "image_wide_sliced", "image_gray", "two_images", "frames")
@@ -103,6 +106,41 @@ def test_a_pool_changes_no_bit(size: tuple[int, int]) -> None:
     alone = slice_image(image, 9)
     np.testing.assert_array_equal(shared.patches, alone.patches)
     np.testing.assert_array_equal(shared.grid_sizes, alone.grid_sizes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.integers(1, 900),
+    height=st.integers(1, 900),
+    max_slices=st.integers(1, 9),
+    band_pixels=st.sampled_from([1, 5_000, 40_000, 1 << 19]),
+    seed=st.integers(0, 3),
+)
+def test_bands_and_strips_are_whole_resizes_rows_first(
+    width: int, height: int, max_slices: int, band_pixels: int, seed: int
+) -> None:
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    image = Image.fromarray(noise)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_module, "_BAND_PIXELS", band_pixels)
+        result = slice_image(image, max_slices, scale_resolution=112)
+    plan = plan_slices(width, height, max_slices, 112)
+    start = 0
+    for size, rows, columns in ((plan.source, 1, 1), (plan.refined, plan.rows, plan.columns)):
+        end = start + size[0] * size[1] // 14**2
+        if end > start:
+            narrow = image.resize((size[0], height), Image.Resampling.BICUBIC)
+            whole = np.asarray(narrow.resize(size, Image.Resampling.BICUBIC))
+            if width >= 2 * height >= 100:  # any Pillow takes the rows first here
+                one_call = np.asarray(image.resize(size, Image.Resampling.BICUBIC))
+                np.testing.assert_array_equal(whole, one_call)
+            cut = result.patches[start:end].reshape(
+                rows, columns, size[1] // rows // 14, size[0] // columns // 14, 3, 14, 14
+            )
+            pixels = cut.transpose(0, 2, 5, 1, 3, 6, 4).reshape(whole.shape)
+            np.testing.assert_array_equal(pixels, whole)
+        start = end
+    assert start == len(result.patches)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

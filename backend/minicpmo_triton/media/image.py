@@ -25,6 +25,9 @@ from minicpmo_triton.schema import PATCH_SIZE, PATCH_VALUES
 #: Longer side over shorter side. Beyond it a slice one patch high would be thousands of patches wide.
 MAX_ASPECT_RATIO = 200
 
+#: Pixels that one task of the first pass takes: a few milliseconds, and in a core's cache.
+_BAND_PIXELS = 1 << 19
+
 # Pillow's own limit is process-wide and lower than ours, which is held per image before decoding.
 Image.MAX_IMAGE_PIXELS = None
 Image.init()
@@ -186,40 +189,60 @@ def slice_image(
 ) -> ImagePatches:
     """Resize an RGB image by :func:`plan_slices` (bicubic) and cut it into patches.
 
-    The whole picture and the slices are resized side by side on ``pool``, whose tasks must not call
-    this function in turn.
+    The work runs in pieces on ``pool``, whose tasks must not call this function in turn; the result does
+    not depend on it.
     """
     plan = plan_slices(image.width, image.height, max_slice_nums, scale_resolution)
     layouts = [(plan.source, 1, 1)]
     if plan.rows:
         layouts.append((plan.refined, plan.rows, plan.columns))
     grids = [_patch_grid(*layout) for layout in layouts for _ in range(layout[1] * layout[2])]
-    sizes = [size for size, _, _ in layouts]
     patches = np.empty((sum(math.prod(grid) for grid in grids), PATCH_VALUES), np.uint8)
-    resize = partial(_resized, image)
-    start = 0
-    # Not cut into bands: which way Pillow resizes first, and so its rounding, varies with its version.
-    for pixels, (size, rows, columns) in zip(
-        (pool.map if pool else map)(resize, sizes), layouts, strict=True
-    ):
+    run = pool.map if pool else map
+    widths = [size[0] for size, _, _ in layouts]
+    bands = list(run(partial(_narrowed, image, widths), _bands(image)))
+    jobs, start = [], 0
+    for layout, (size, rows, columns) in enumerate(layouts):
         end = start + size[0] * size[1] // PATCH_SIZE**2
-        _write_patches(patches[start:end], pixels, rows, columns)
+        cells = patches[start:end].reshape(rows, columns, -1, PATCH_VALUES)
+        narrow = [band[layout] for band in bands]
+        jobs += [(cells[:, column], narrow, column, size[1]) for column in range(columns)]
         start = end
+    list(run(_write_column, *zip(*jobs, strict=True)))
     return ImagePatches(patches, np.array(grids, np.int32), plan.rows, plan.columns)
 
 
-def _resized(image: Image.Image, size: tuple[int, int]) -> NDArray[np.uint8]:
-    return np.asarray(image.resize(size, Image.Resampling.BICUBIC))  # [H, W, 3]
+# Along rows first, rounded to uint8, then along columns: the order of every Pillow before 13, which takes
+# columns first for tall pictures, so that pixels do not depend on its version. Neither pass looks across
+# its own direction: bands of rows and then strips of columns have the bits of whole pictures.
+
+
+def _bands(image: Image.Image) -> list[tuple[int, int]]:
+    """First row, and row after the last, of bands of about ``_BAND_PIXELS``."""
+    height = max(_BAND_PIXELS // image.width, 1)
+    return [(top, min(top + height, image.height)) for top in range(0, image.height, height)]
+
+
+def _narrowed(image: Image.Image, widths: list[int], band: tuple[int, int]) -> list[Image.Image]:
+    """The first pass over the rows of ``band``, to each of ``widths``."""
+    rows = image.crop((0, band[0], image.width, band[1]))
+    return [rows.resize((width, rows.height), Image.Resampling.BICUBIC) for width in widths]
+
+
+def _write_column(out: NDArray[np.uint8], bands: list[Image.Image], column: int, height: int) -> None:
+    """The second pass over one column of slices; ``out`` [rows, P, 588] takes their patches."""
+    width = out.shape[0] * out.shape[1] * PATCH_SIZE**2 // height
+    strip = Image.new("RGB", (width, sum(band.height for band in bands)))
+    top = 0
+    for band in bands:
+        strip.paste(band, (-column * width, top))  # what lies outside the strip is left out
+        top += band.height
+    pixels = np.asarray(strip.resize((width, height), Image.Resampling.BICUBIC))  # [H, W, 3]
+    cut = pixels.reshape(len(out), -1, PATCH_SIZE, width // PATCH_SIZE, PATCH_SIZE, 3)
+    ordered = cut.transpose(0, 1, 3, 5, 2, 4)  # slice row, patch row, patch column, channel, y, x
+    out.reshape(ordered.shape)[...] = ordered
 
 
 def _patch_grid(size: tuple[int, int], rows: int, columns: int) -> tuple[int, int]:
     """Rows and columns of patches in each of ``rows`` x ``columns`` equal slices of ``size``."""
     return size[1] // rows // PATCH_SIZE, size[0] // columns // PATCH_SIZE
-
-
-def _write_patches(out: NDArray[np.uint8], pixels: NDArray[np.uint8], rows: int, columns: int) -> None:
-    """Cut [H, W, 3] into ``rows`` x ``columns`` slices and those into patches, in one transposed copy."""
-    patch_rows, patch_columns = _patch_grid((pixels.shape[1], pixels.shape[0]), rows, columns)
-    cut = pixels.reshape(rows, patch_rows, PATCH_SIZE, columns, patch_columns, PATCH_SIZE, 3)
-    ordered = cut.transpose(0, 3, 1, 4, 6, 2, 5)  # slice row, column, patch row, column, channel, y, x
-    out.reshape(ordered.shape)[...] = ordered
