@@ -96,10 +96,14 @@ class PreprocessParameters(ModelParameters):
     max_image_pixels: int = at_least(1, 100_000_000)
     #: Bytes of one media item after base64.
     max_media_bytes: int = at_least(1, 128 * 1024 * 1024)
-    #: Images, and separately audio clips, of one request.
+    #: Images, and separately audio clips and videos, of one request.
     max_media_items: int = at_least(1, 256)
     #: Seconds of one audio clip.
     max_audio_seconds: int = at_least(1, 3600)
+    #: Seconds of one video.
+    max_video_seconds: int = at_least(1, 3600)
+    #: Pixels of one frame of a video; the default is 4K in either orientation.
+    max_video_pixels: int = at_least(1, 4096 * 2304)
     #: Threads that decode; 0 takes the number of cores.
     num_threads: int = at_least(0, 0)
 

@@ -7,8 +7,10 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,15 +18,40 @@ from numpy.typing import NDArray
 
 from minicpmo_triton.config import PreprocessParameters
 from minicpmo_triton.errors import CheckpointError, InvalidArgument, MiniCPMOError
-from minicpmo_triton.media.audio import POOL_STEP, decode_audio, log_mel_chunks, num_audio_tokens
+from minicpmo_triton.media.audio import (
+    POOL_STEP,
+    SAMPLE_RATE,
+    decode_audio,
+    log_mel,
+    log_mel_chunks,
+    num_audio_tokens,
+    num_mel_frames,
+)
+from minicpmo_triton.media.container import VideoLimits
 from minicpmo_triton.media.image import ImagePatches, decode_image, slice_image
 from minicpmo_triton.media.source import media_bytes
+from minicpmo_triton.media.video import Sampling, decode_video, interleave
+from minicpmo_triton.media.video_sound import decode_sound
 from minicpmo_triton.prompt import PromptBuilder
-from minicpmo_triton.request import AudioPart, ChatRequest, ImagePart, RawRequest, parse_request
+from minicpmo_triton.request import (
+    MAX_FRAMES,
+    AudioPart,
+    ChatRequest,
+    FramePart,
+    ImagePart,
+    MediaParameters,
+    RawRequest,
+    SoundPart,
+    VideoPart,
+    parse_request,
+)
 from minicpmo_triton.schema import MEL_BINS, PATCH_SIZE, PATCH_VALUES
 from minicpmo_triton.tokenizer import read_json
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
+
+#: Of one video's decoder; several videos are decoded side by side.
+MAX_VIDEO_THREADS = 4
 
 _logger = logging.getLogger(__name__)
 
@@ -78,16 +105,26 @@ class _Clip:
 
 
 @dataclass(frozen=True)
+class _Media:
+    """What one part of a message, an image, clip or video, brings into the tensors, in order.
+
+    ``video_parts`` stand in the place of a video.
+    """
+
+    images: Sequence[ImagePatches] = ()
+    clips: Sequence[_Clip] = ()
+    video_parts: Sequence[FramePart | SoundPart] | None = None
+
+
+@dataclass(frozen=True)
 class _Pending:
-    """A parsed request whose media are being decoded."""
+    """A parsed request whose media are being decoded, in the order of the conversation."""
 
     request: ChatRequest
-    images: list[Future[ImagePatches]]
-    audios: list[Future[_Clip]]
+    media: list[Future[_Media]]
 
     def cancel(self) -> None:
-        futures: list[Future[Any]] = [*self.images, *self.audios]
-        for future in futures:
+        for future in self.media:
             future.cancel()
 
 
@@ -103,6 +140,7 @@ class Preprocessor:
         self._media = CheckpointMedia.from_checkpoint(checkpoint_dir)
         self._prompts = PromptBuilder.from_checkpoint(checkpoint_dir, self._media.image_feature_size)
         num_threads = parameters.num_threads or len(os.sched_getaffinity(0))
+        self._video_threads = min(num_threads, MAX_VIDEO_THREADS)
         # The pool is the parallelism; torch's own threads beside it would only contend.
         self._pool = ThreadPoolExecutor(
             num_threads, "preprocess", initializer=torch.set_num_threads, initargs=(1,)
@@ -143,18 +181,18 @@ class Preprocessor:
             return _as_error(error)
 
     def _start(self, raw: RawRequest) -> _Pending:
-        self._check_count("image", len(raw.images))
-        self._check_count("audio", len(raw.audios))
+        for name, elements in (("image", raw.images), ("audio", raw.audios), ("video", raw.videos)):
+            self._check_count(name, len(elements))
         request = parse_request(raw)
-        images, audios = request.images, request.audios
-        self._check_count("messages", max(len(images), len(audios)))
-        max_slices = request.parameters.max_slice_nums
-        if max_slices is None:
-            max_slices = self._media.max_slice_nums if self._media.slice_mode else 1
+        self._check_count("messages", max(len(request.images), len(request.audios), len(request.videos)))
+        _check_frames(len(request.videos), request.parameters.max_frames)
         return _Pending(
             request,
-            [self._pool.submit(self._patches, part, max_slices) for part in images],
-            [self._pool.submit(self._clip, part) for part in audios],
+            [
+                self._pool.submit(self._decode, part, request.parameters)
+                for part in request.parts
+                if isinstance(part, ImagePart | AudioPart | VideoPart)
+            ],
         )
 
     def _check_count(self, field: str, num_items: int) -> None:
@@ -162,22 +200,47 @@ class Preprocessor:
         if num_items > limit:
             raise InvalidArgument(field, f"{num_items} media items of one kind; at most {limit} are allowed")
 
-    def _patches(self, part: ImagePart, max_slices: int) -> ImagePatches:
+    def _decode(self, part: ImagePart | AudioPart | VideoPart, parameters: MediaParameters) -> _Media:
         data = media_bytes(part.field, part.element, self._parameters.max_media_bytes)
+        if isinstance(part, ImagePart):
+            return _Media(images=[self._image(part, data, parameters.max_slice_nums)])
+        if isinstance(part, AudioPart):
+            samples = decode_audio(part.field, data, self._parameters.max_audio_seconds)
+            return _Media(clips=[_Clip(*log_mel_chunks(part.field, samples))])
+        return self._video(part.field, data, parameters)
+
+    def _image(self, part: ImagePart, data: bytes, max_slice_nums: int | None) -> ImagePatches:
+        default = self._media.max_slice_nums if self._media.slice_mode else 1
         image = decode_image(part.field, data, self._parameters.max_image_pixels)
+        max_slices = part.max_slice_nums or max_slice_nums or default
         return slice_image(image, max_slices, self._media.scale_resolution, self._resize_pool)
 
-    def _clip(self, part: AudioPart) -> _Clip:
-        data = media_bytes(part.field, part.element, self._parameters.max_media_bytes)
-        samples = decode_audio(part.field, data, self._parameters.max_audio_seconds)
-        return _Clip(*log_mel_chunks(part.field, samples))
+    def _video(self, field: str, data: bytes, parameters: MediaParameters) -> _Media:
+        limits = VideoLimits(
+            self._parameters.max_video_seconds, self._parameters.max_video_pixels, self._video_threads
+        )
+        # By its decimal digits: 0.1 frames a second are one in exactly 10 s.
+        sampling = Sampling(Fraction(str(parameters.video_fps)), parameters.max_frames)
+        take = partial(
+            slice_image,
+            max_slice_nums=1,
+            scale_resolution=self._media.scale_resolution,
+            pool=self._resize_pool,
+        )
+        video = decode_video(field, data, sampling, limits, take)
+        clips: list[_Clip] = []
+        if parameters.omni_mode:
+            clips = _second_clips(decode_sound(field, data, video.start, video.seconds, limits))
+        order = interleave(video.times, len(clips))
+        return _Media(video.frames, clips, [SoundPart() if sound else FramePart() for sound, _ in order])
 
     def _finish(self, pending: _Pending) -> Preprocessed:
-        images = [future.result() for future in pending.images]
-        clips = [future.result() for future in pending.audios]
+        media = [future.result() for future in pending.media]
+        images = [image for item in media for image in item.images]
+        clips = [clip for item in media for clip in item.clips]
         numbered = pending.request.parameters.use_image_id
         prompt = self._prompts.build(
-            pending.request,
+            pending.request.with_videos(i.video_parts for i in media if i.video_parts is not None),
             [(image.rows, image.columns) for image in images],
             [sum(num_audio_tokens(int(length)) for length in clip.lengths) for clip in clips],
             self._media.use_image_id if numbered is None else numbered,
@@ -192,6 +255,21 @@ class Preprocessor:
             _concatenate([clip.mel for clip in clips], np.empty((0, MEL_BINS), np.float32)),
             _concatenate([clip.lengths for clip in clips], np.empty(0, np.int32)),
         )
+
+
+def _check_frames(num_videos: int, max_frames: int) -> None:
+    if num_videos * max_frames > MAX_FRAMES:
+        raise InvalidArgument(
+            "media_parameters.max_frames",
+            f"{num_videos} videos of up to {max_frames} frames each; at most {MAX_FRAMES} frames a request",
+        )
+
+
+def _second_clips(samples: NDArray[np.float32]) -> list[_Clip]:
+    """A clip of each second of a video's sound; a last one that is too short for a token is left out."""
+    pieces = [samples[start : start + SAMPLE_RATE] for start in range(0, len(samples), SAMPLE_RATE)]
+    usable = [piece for piece in pieces if num_audio_tokens(num_mel_frames(len(piece))) > 0]
+    return [_Clip(log_mel(piece), np.array([num_mel_frames(len(piece))], np.int32)) for piece in usable]
 
 
 def _concatenate(arrays: list[NDArray[_Scalar]], empty: NDArray[_Scalar]) -> NDArray[_Scalar]:

@@ -11,6 +11,7 @@ spellings is left as it was.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minicpmo_triton.errors import CheckpointError, InvalidArgument
-from minicpmo_triton.request import ChatRequest, ImagePart, Message, Part, TextPart
+from minicpmo_triton.request import (
+    AudioPart,
+    ChatRequest,
+    FramePart,
+    ImagePart,
+    Message,
+    Part,
+    SoundPart,
+    TextPart,
+)
 from minicpmo_triton.tokenizer import ChatTemplate, TextTokenizer
 
 IMAGE_PLACEHOLDER = "<image>./</image>"
@@ -74,13 +84,16 @@ class PromptBuilder:
     ) -> Prompt:
         """The prompt of ``request``.
 
-        ``slice_grids`` has (rows, columns) of every image's slices, (0, 0) where only the whole picture
-        is encoded; ``audio_tokens`` the embedding rows of every audio clip. ``use_image_id`` numbers the
-        images. Raises :class:`InvalidArgument` when the template refuses the messages.
+        ``slice_grids`` has (rows, columns) of the slices of every image and video frame, (0, 0) where only
+        the whole picture is encoded; ``audio_tokens`` the embedding rows of every audio clip and second of
+        video sound; each in the order of the conversation, whose videos are replaced by their parts.
+        ``use_image_id`` numbers the images; frames have no number. Raises :class:`InvalidArgument` when
+        the template refuses the messages.
         """
         rendered, sentinel = self._render(request)
         media = self._media
-        images = [media.image(i if use_image_id else None, *grid) for i, grid in enumerate(slice_grids)]
+        numbers = _image_ids(request, use_image_id)
+        images = [media.image(number, *grid) for number, grid in zip(numbers, slice_grids, strict=True)]
         pieces = self._guard.split(rendered)
         expanded = self._expand(
             [piece.replace(sentinel, "") for piece in pieces], images, [media.audio(n) for n in audio_tokens]
@@ -97,13 +110,13 @@ class PromptBuilder:
             for m in request.messages
         ]
         switches = {"enable_thinking": request.parameters.enable_thinking}
-        if request.audios:
+        if any(isinstance(part, AudioPart | SoundPart) for part in request.parts):
             switches["use_tts_template"] = True
         return self._template.render(messages, **switches), sentinel
 
     def _part_text(self, message: Message, part: Part, sentinel: str) -> str:
         if not isinstance(part, TextPart):
-            return IMAGE_PLACEHOLDER if isinstance(part, ImagePart) else AUDIO_PLACEHOLDER
+            return IMAGE_PLACEHOLDER if isinstance(part, ImagePart | FramePart) else AUDIO_PLACEHOLDER
         if message.role != "assistant":
             return self._guard.mark(part.text, sentinel)
         # Odd elements are the think tokens themselves, which stay real.
@@ -127,6 +140,13 @@ class PromptBuilder:
         yield _Block(next(texts))
         if any(next(queue, None) is not None for queue in queues.values()):
             raise CheckpointError("the chat template dropped an image or audio clip")
+
+
+def _image_ids(request: ChatRequest, use_image_id: bool) -> list[int | None]:
+    """The number of each image, which frames between them do not count for, and None for each frame."""
+    numbers = itertools.count()
+    pictures = [part for part in request.parts if isinstance(part, ImagePart | FramePart)]
+    return [next(numbers) if use_image_id and isinstance(part, ImagePart) else None for part in pictures]
 
 
 class _Guard:

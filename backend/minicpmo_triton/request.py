@@ -7,16 +7,20 @@ Every refusal is an :class:`InvalidArgument` that names the place: ``messages[1]
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from minicpmo_triton.errors import InvalidArgument
 
 #: Most slices a request may ask for; a 6 x 6 grid, and 36 x 64 tokens, for one image.
 MAX_SLICE_NUMS = 36
+#: Most frames of all videos of a request; 512 x 66 tokens nearly fill the model's context.
+MAX_FRAMES = 512
+MAX_VIDEO_FPS = 1000
 ROLES = ("system", "user", "assistant")
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
+IMAGE_DETAILS = ("auto", "low", "high")
 
 
 @dataclass(frozen=True)
@@ -28,16 +32,22 @@ class RawRequest:
     images: tuple[bytes, ...] = ()
     audios: tuple[bytes, ...] = ()
     media_parameters: bytes | None = None
+    videos: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
 class MediaParameters:
-    """``media_parameters`` of a request; ``None`` takes the checkpoint's default."""
+    """``media_parameters`` of a request; ``None`` takes the checkpoint's default.
+
+    ``video_fps`` frames a second are taken of a video, fewer where that is over ``max_frames`` of it.
+    """
 
     max_slice_nums: int | None = None
     use_image_id: bool | None = None
     omni_mode: bool = False
     enable_thinking: bool = False
+    video_fps: float = 1
+    max_frames: int = 64
 
 
 @dataclass(frozen=True)
@@ -47,10 +57,14 @@ class TextPart:
 
 @dataclass(frozen=True)
 class ImagePart:
-    """``element`` is file bytes, base64 or a data URI; ``field`` names it in errors."""
+    """``element`` is file bytes, base64 or a data URI; ``field`` names it in errors.
+
+    ``max_slice_nums`` of this image goes before the request's.
+    """
 
     field: str
     element: bytes
+    max_slice_nums: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +75,26 @@ class AudioPart:
     element: bytes
 
 
-Part = TextPart | ImagePart | AudioPart
+@dataclass(frozen=True)
+class VideoPart:
+    """``element`` is file bytes, base64 or a data URI; ``field`` names it in errors."""
+
+    field: str
+    element: bytes
+
+
+@dataclass(frozen=True)
+class FramePart:
+    """A video's frame, in the place of its :class:`VideoPart` once that is decoded."""
+
+
+@dataclass(frozen=True)
+class SoundPart:
+    """A second of a video's sound, in the place of its :class:`VideoPart` once that is decoded."""
+
+
+MediaPart = ImagePart | AudioPart | VideoPart
+Part = TextPart | MediaPart | FramePart | SoundPart
 
 
 @dataclass(frozen=True)
@@ -76,14 +109,37 @@ class ChatRequest:
     parameters: MediaParameters
 
     @property
+    def parts(self) -> Iterator[Part]:
+        """Every part in the order of the conversation."""
+        return (part for message in self.messages for part in message.parts)
+
+    @property
     def images(self) -> list[ImagePart]:
         """Every image in the order of the conversation."""
-        return [part for message in self.messages for part in message.parts if isinstance(part, ImagePart)]
+        return [part for part in self.parts if isinstance(part, ImagePart)]
 
     @property
     def audios(self) -> list[AudioPart]:
         """Every audio clip in the order of the conversation."""
-        return [part for message in self.messages for part in message.parts if isinstance(part, AudioPart)]
+        return [part for part in self.parts if isinstance(part, AudioPart)]
+
+    @property
+    def videos(self) -> list[VideoPart]:
+        """Every video in the order of the conversation."""
+        return [part for part in self.parts if isinstance(part, VideoPart)]
+
+    def with_videos(self, decoded: Iterable[Sequence[FramePart | SoundPart]]) -> ChatRequest:
+        """Each video's parts, in the order of the conversation, in the place of the video."""
+        queue = iter(decoded)
+
+        def parts(message: Message) -> Iterator[Part]:
+            for part in message.parts:
+                if isinstance(part, VideoPart):
+                    yield from next(queue)
+                else:
+                    yield part
+
+        return replace(self, messages=tuple(Message(m.role, tuple(parts(m))) for m in self.messages))
 
 
 def parse_request(raw: RawRequest) -> ChatRequest:
@@ -96,7 +152,8 @@ def parse_request(raw: RawRequest) -> ChatRequest:
     if raw.text_input is not None:
         messages = (_text_message(raw, raw.text_input),)
     else:
-        messages = _MessagesParser(raw.images, raw.audios).parse(_load_json("messages", raw.messages or b""))
+        inputs = {"image": raw.images, "audio": raw.audios, "video": raw.videos}
+        messages = _MessagesParser(inputs).parse(_load_json("messages", raw.messages or b""))
     return ChatRequest(messages, parameters)
 
 
@@ -104,9 +161,13 @@ def _text_message(raw: RawRequest, text_input: bytes) -> Message:
     text = _decode_utf8("text_input", text_input)
     media: list[Part] = [ImagePart(f"image[{i}]", element) for i, element in enumerate(raw.images)]
     media += [AudioPart(f"audio[{i}]", element) for i, element in enumerate(raw.audios)]
+    media += [VideoPart(f"video[{i}]", element) for i, element in enumerate(raw.videos)]
     if not media and not text.strip():
-        raise InvalidArgument("text_input", "is empty, and there is no image or audio")
+        raise InvalidArgument("text_input", "is empty, and there is no image, audio or video")
     return Message("user", (*media, TextPart(text)) if text else tuple(media))
+
+
+_MAX_INTEGERS = {"max_slice_nums": MAX_SLICE_NUMS, "max_frames": MAX_FRAMES}
 
 
 def _parse_media_parameters(data: bytes | None) -> MediaParameters:
@@ -115,22 +176,31 @@ def _parse_media_parameters(data: bytes | None) -> MediaParameters:
     field = "media_parameters"
     values = _expect_object(field, _load_json(field, data), allowed=tuple(MediaParameters.__annotations__))
     for name, value in values.items():
-        if name == "max_slice_nums":
-            if type(value) is not int:
-                _wrong_type(f"{field}.{name}", "an integer", value)
-            if not 1 <= value <= MAX_SLICE_NUMS:
-                raise InvalidArgument(f"{field}.{name}", f"expected 1 to {MAX_SLICE_NUMS}, got {value}")
-        elif type(value) is not bool:
-            _wrong_type(f"{field}.{name}", "true or false", value)
+        _check_media_parameter(name, f"{field}.{name}", value)
     return MediaParameters(**values)
 
 
-class _MessagesParser:
-    """Walks the messages and hands out the elements of the ``image`` and ``audio`` inputs in order."""
+def _check_media_parameter(name: str, field: str, value: object) -> None:
+    if name in _MAX_INTEGERS:
+        if type(value) is not int:
+            _wrong_type(field, "an integer", value)
+        if not 1 <= value <= _MAX_INTEGERS[name]:
+            raise InvalidArgument(field, f"expected 1 to {_MAX_INTEGERS[name]}, got {value}")
+    elif name == "video_fps":
+        if type(value) is not int and type(value) is not float:
+            _wrong_type(field, "a number", value)
+        if not 0 < value <= MAX_VIDEO_FPS:  # JSON's NaN is in no range
+            raise InvalidArgument(field, f"expected more than 0 and at most {MAX_VIDEO_FPS}, got {value}")
+    elif type(value) is not bool:
+        _wrong_type(field, "true or false", value)
 
-    def __init__(self, images: Sequence[bytes], audios: Sequence[bytes]) -> None:
-        self._elements = {"image": images, "audio": audios}
-        self._num_taken = {"image": 0, "audio": 0}
+
+class _MessagesParser:
+    """Walks the messages and hands out the elements of the ``image``, ``audio`` and ``video`` inputs."""
+
+    def __init__(self, elements: Mapping[str, Sequence[bytes]]) -> None:
+        self._elements = elements
+        self._num_taken = dict.fromkeys(elements, 0)
 
     def parse(self, value: object) -> tuple[Message, ...]:
         values = _expect_list("messages", value)
@@ -175,12 +245,16 @@ class _MessagesParser:
             return ImagePart(*self._next_element(field, value, "image"))
         if kind == "audio":
             return AudioPart(*self._next_element(field, value, "audio"))
+        if kind == "video":
+            return VideoPart(*self._next_element(field, value, "video"))
         if kind == "image_url":
             return _image_url(f"{field}.image_url", _only(field, value, "image_url"))
+        if kind == "video_url":
+            return VideoPart(*_data_uri(f"{field}.video_url", _only(field, value, "video_url")))
         if kind == "input_audio":
             return _input_audio(f"{field}.input_audio", _only(field, value, "input_audio"))
         _expect_object(field, value, required=("type",), allowed=None)
-        known = "text, image, audio, image_url or input_audio"
+        known = "text, image, audio, video, image_url, input_audio or video_url"
         raise InvalidArgument(f"{field}.type", f"expected {known}, got {str(kind)[:50]!r}")
 
     def _next_element(self, field: str, value: object, name: str) -> tuple[str, bytes]:
@@ -195,12 +269,19 @@ class _MessagesParser:
 
 
 def _image_url(field: str, value: object) -> ImagePart:
-    url = _expect_string(f"{field}.url", _expect_object(field, value, required=("url",))["url"])
+    detail = value.get("detail", "auto") if isinstance(value, dict) else "auto"
+    if _expect_string(f"{field}.detail", detail) not in IMAGE_DETAILS:
+        raise InvalidArgument(f"{field}.detail", f"expected one of {', '.join(IMAGE_DETAILS)}")
+    return ImagePart(*_data_uri(field, value, allowed=("detail",)), 1 if detail == "low" else None)
+
+
+def _data_uri(field: str, value: object, allowed: tuple[str, ...] = ()) -> tuple[str, bytes]:
+    url = _expect_string(f"{field}.url", _expect_object(field, value, ("url",), allowed)["url"])
     if not url[:5].lower() == "data:":
         raise InvalidArgument(
             f"{field}.url", "expected a data URI (data:<type>;base64,<data>); the server fetches nothing"
         )
-    return ImagePart(f"{field}.url", url.encode())
+    return f"{field}.url", url.encode()
 
 
 def _input_audio(field: str, value: object) -> AudioPart:

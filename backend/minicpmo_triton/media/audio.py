@@ -30,8 +30,8 @@ CHUNK_SAMPLES = MAX_MEL_FRAMES * HOP  # 30 s
 POOL_STEP = 5
 
 _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3")
-_SAMPLE_RATES = range(1_000, 768_001)
-_MAX_CHANNELS = 64
+SAMPLE_RATES = range(1_000, 768_001)
+MAX_CHANNELS = 64
 _BLOCK_VALUES = 1 << 20
 _UNKNOWN_FRAMES = 1 << 48  # more than any file has; a streamed FLAC's header claims the like
 _STREAMED_SIZES = (0, 0x7FFFFFFF, 0xFFFFFFFF)  # what writers to a pipe leave in a WAV header
@@ -55,7 +55,7 @@ def decode_audio(field: str, data: bytes, max_seconds: int) -> NDArray[np.float3
     with file:
         _check_header(field, file, max_seconds)
         try:
-            return _resampled(_mono_blocks(field, file, max_seconds), file.samplerate)
+            return resampled(_mono_blocks(field, file, max_seconds), file.samplerate)
         except soundfile.LibsndfileError as error:
             raise InvalidArgument(field, f"is truncated or corrupt: {error.error_string}") from error
 
@@ -100,10 +100,10 @@ def _check_ogg_is_whole(field: str, data: bytes) -> None:
 def _check_header(field: str, file: soundfile.SoundFile, max_seconds: int) -> None:
     if file.format not in _FORMATS:
         raise InvalidArgument(field, f"is {file.format} audio; {', '.join(_FORMATS)} are supported")
-    if file.samplerate not in _SAMPLE_RATES:
+    if file.samplerate not in SAMPLE_RATES:
         raise InvalidArgument(field, f"has an unsupported sample rate of {file.samplerate} Hz")
-    if not 1 <= file.channels <= _MAX_CHANNELS:
-        raise InvalidArgument(field, f"has {file.channels} channels; at most {_MAX_CHANNELS} are supported")
+    if not 1 <= file.channels <= MAX_CHANNELS:
+        raise InvalidArgument(field, f"has {file.channels} channels; at most {MAX_CHANNELS} are supported")
     if max_seconds * file.samplerate < file.frames < _UNKNOWN_FRAMES:
         raise _too_long(field, max_seconds)
 
@@ -112,10 +112,10 @@ def _too_long(field: str, max_seconds: int) -> InvalidArgument:
     return InvalidArgument(field, f"lasts longer than {max_seconds} s")
 
 
-def _resampled(blocks: Iterator[NDArray[np.float32]], rate: int) -> NDArray[np.float32]:
-    """The blocks at 16 kHz as one array; whole blocks at the original rate are never held together."""
+def resampled(blocks: Iterator[NDArray[np.float32]], rate: int) -> NDArray[np.float32]:
+    """Mono blocks at 16 kHz as one array; whole blocks at the original rate are never held together."""
     if rate == SAMPLE_RATE:
-        return np.concatenate(list(blocks))
+        return np.concatenate([np.empty(0, np.float32), *blocks])
     resampler = soxr.ResampleStream(rate, SAMPLE_RATE, 1, dtype="float32", quality="HQ")
     resampled: list[NDArray[np.float32]] = []
     num_frames = 0
@@ -146,6 +146,11 @@ def _mono_blocks(field: str, file: soundfile.SoundFile, max_seconds: int) -> Ite
         )
 
 
+def num_mel_frames(num_samples: int) -> int:
+    """Mel frames of a chunk of at most 30 s."""
+    return -(-num_samples // HOP)
+
+
 def num_audio_tokens(num_frames: int) -> int:
     """Embedding rows that the audio encoder yields for a chunk of ``num_frames`` mel frames."""
     num_positions = (num_frames - 1) // 2 + 1  # convolution of stride 2
@@ -160,15 +165,11 @@ def log_mel_chunks(field: str, samples: NDArray[np.float32]) -> tuple[NDArray[np
     Raises :class:`InvalidArgument` for ``field`` when the whole recording is as short as that.
     """
     chunks = [samples[start : start + CHUNK_SAMPLES] for start in range(0, len(samples), CHUNK_SAMPLES)]
-    chunks = [chunk for chunk in chunks if num_audio_tokens(_num_frames(chunk)) > 0]
+    chunks = [chunk for chunk in chunks if num_audio_tokens(num_mel_frames(len(chunk))) > 0]
     if not chunks:
         raise InvalidArgument(field, f"lasts {len(samples) / SAMPLE_RATE:.3f} s, too short for one token")
-    lengths = np.array([_num_frames(chunk) for chunk in chunks], np.int32)
+    lengths = np.array([num_mel_frames(len(chunk)) for chunk in chunks], np.int32)
     return np.concatenate([log_mel(chunk) for chunk in chunks]), lengths
-
-
-def _num_frames(chunk: NDArray[np.float32]) -> int:
-    return -(-len(chunk) // HOP)
 
 
 def log_mel(samples: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -178,7 +179,7 @@ def log_mel(samples: NDArray[np.float32]) -> NDArray[np.float32]:
     operations, so that even bins near the floor agree with it.
     """
     window, filters = _window_and_filters()
-    num_frames = _num_frames(samples)
+    num_frames = num_mel_frames(len(samples))
     frames = torch.from_numpy(_padded(samples)).unfold(0, WINDOW, HOP)  # [frames + 2, 400] at most
     power = torch.fft.rfft(frames * window).abs() ** 2  # [frames + 2, 201]
     log_power = (filters @ power.T).clamp_(min=1e-10).log10_()  # [80, frames + 2]
@@ -192,7 +193,7 @@ def _padded(samples: NDArray[np.float32]) -> NDArray[np.float32]:
     Frames are centred, with the signal reflected at its start and, for a chunk of full length, end.
     """
     half = WINDOW // 2
-    num_frames = min(_num_frames(samples) + 2, MAX_MEL_FRAMES)
+    num_frames = min(num_mel_frames(len(samples)) + 2, MAX_MEL_FRAMES)
     padded = np.zeros((num_frames - 1) * HOP + WINDOW, np.float32)
     padded[:half] = samples[half:0:-1]
     end = min(half + len(samples), len(padded))
