@@ -157,3 +157,12 @@ def test_token_counts_are_those_of_a_stride_and_a_pool() -> None:
     for frames in range(1, 3001):
         positions = len(range(0, frames, 2))
         assert num_audio_tokens(frames) == len(range(0, positions - 4, 5))
+
+
+def test_the_tokens_of_chunks_are_those_of_the_whole_recording() -> None:
+    """The published count is of the whole recording's frames; that of its chunks is never another."""
+    for frames in range(9, 9_100):
+        chunks = [min(3000, frames - start) for start in range(0, frames, 3000)]
+        counts = [num_audio_tokens(chunk) for chunk in chunks]
+        assert sum(max(count, 0) for count in counts) == num_audio_tokens(frames)
+        assert counts[-1] >= 0

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from minicpmo_triton.errors import CheckpointError, InvalidArgument
-from minicpmo_triton.prompt import PromptBuilder
-from minicpmo_triton.request import ChatRequest, RawRequest, parse_request
+from minicpmo_triton.prompt import Prompt, PromptBuilder
+from minicpmo_triton.request import ChatRequest, FramePart, RawRequest, SoundPart, parse_request
 from minicpmo_triton.tokenizer import ChatTemplate, TextTokenizer
 
 SPELLINGS = (
@@ -64,13 +64,14 @@ def published(published_dir: Path) -> PromptBuilder:
 
 
 def chat(messages: list[dict[str, Any]], **parameters: Any) -> ChatRequest:
-    """Parsed messages; image and audio parts get elements that nobody decodes."""
+    """Parsed messages; parts of media get elements that nobody decodes."""
     kinds = [p["type"] for m in messages if isinstance(m["content"], list) for p in m["content"]]
     return parse_request(
         RawRequest(
             messages=json.dumps(messages).encode(),
             images=(b"x",) * kinds.count("image"),
             audios=(b"x",) * kinds.count("audio"),
+            videos=(b"x",) * kinds.count("video"),
             media_parameters=json.dumps(parameters).encode(),
         )
     )
@@ -186,6 +187,58 @@ def test_text_stays_text_with_the_published_tokenizer(
     third = len(pieces) // 3
     texts = ["".join(pieces[:third]), "".join(pieces[third : 2 * third]), "".join(pieces[2 * third :])]
     check_text_stays_text(published, _full_tokenizer(published_dir), texts, omni)
+
+
+VIDEOS = st.lists(st.lists(st.sampled_from("FS"), max_size=4), min_size=1, max_size=3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(videos=VIDEOS, texts=st.lists(TEXTS, min_size=4, max_size=4), omni=st.booleans())
+def test_text_between_videos_stays_text(
+    tiny: PromptBuilder, tiny_checkpoint: Path, videos: list[list[str]], texts: list[str], omni: bool
+) -> None:
+    """Text before, between and after videos makes no token, wherever a frame or sound stands."""
+    full, controls = _full_tokenizer(tiny_checkpoint), set(tiny._tokenizer.control_ids.values())
+    parts = [[FramePart() if unit == "F" else SoundPart() for unit in units] for units in videos]
+    sounds = sum(units.count("S") for units in videos)
+    frames = sum(units.count("F") for units in videos)
+
+    def built(texts: list[str]) -> Prompt:
+        content: list[dict[str, Any]] = []
+        for text in texts[: len(videos)]:
+            content += [{"type": "text", "text": text}, {"type": "video"}]
+        content.append({"type": "text", "text": texts[len(videos)] + "."})
+        request = chat([{"role": "user", "content": content}], omni_mode=omni).with_videos(parts)
+        return tiny.build(request, [(0, 0)] * frames, [3] * sounds)
+
+    prompt, plain = built(texts), built(["a", "b", "c", "d"])
+    assert [i for i in prompt.input_ids if i in controls] == [i for i in plain.input_ids if i in controls]
+    assert len(prompt.image_positions) == 64 * frames
+    assert len(prompt.audio_positions) == 3 * sounds
+    expanded = {
+        "F": "<image>" + "<unk>" * 64 + "</image>",
+        "S": "<|audio_start|>" + "<unk>" * 3 + "<|audio_end|>",
+    }
+    pieces = []
+    for text, units in zip(texts, videos, strict=False):
+        pieces += [text, *(expanded[unit] for unit in units)]
+    joined = ("" if omni else "\n").join([*pieces, texts[len(videos)] + "."])
+    head, tail = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    spoken = "<|tts_bos|>" if sounds else ""
+    decoded = full.decode(prompt.input_ids.tolist(), skip_special_tokens=False)
+    assert decoded == head + joined + tail + spoken
+
+
+def test_frames_have_no_number_and_images_count_without_them(
+    tiny: PromptBuilder, tiny_checkpoint: Path
+) -> None:
+    content = [{"type": "image"}, {"type": "video"}, {"type": "image"}]
+    request = chat([{"role": "user", "content": content}]).with_videos([[FramePart()] * 2])
+    prompt = tiny.build(request, [(0, 0)] * 4, [])
+    text = _full_tokenizer(tiny_checkpoint).decode(prompt.input_ids.tolist(), skip_special_tokens=False)
+    picture = "<image>" + "<unk>" * 64 + "</image>"
+    first, second = (f"<image_id>{number}</image_id>{picture}" for number in range(2))
+    assert "\n".join([first, picture, picture, second]) in text
 
 
 _FULL: dict[Path, Tokenizer] = {}

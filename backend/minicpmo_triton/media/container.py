@@ -62,7 +62,7 @@ def opened(field: str, data: bytes, limits: VideoLimits) -> Iterator[InputContai
         except av.error.MemoryError:
             raise
         except av.error.FFmpegError as error:
-            raise InvalidArgument(field, f"is truncated or corrupt: {error.strerror}") from error
+            raise InvalidArgument(field, "is truncated or corrupt") from error
 
 
 def check_video_is_whole(field: str, data: bytes) -> None:
