@@ -6,12 +6,18 @@ Every refusal is an :class:`InvalidArgument` that names the place: ``messages[1]
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
 
 from minicpmo_triton.errors import InvalidArgument
+from minicpmo_triton.json_checks import (
+    decode_utf8,
+    expect_list,
+    expect_object,
+    expect_string,
+    load_json,
+    wrong_type,
+)
 
 #: Most slices a request may ask for; a 6 x 6 grid, and 36 x 64 tokens, for one image.
 MAX_SLICE_NUMS = 36
@@ -153,12 +159,12 @@ def parse_request(raw: RawRequest) -> ChatRequest:
         messages = (_text_message(raw, raw.text_input),)
     else:
         inputs = {"image": raw.images, "audio": raw.audios, "video": raw.videos}
-        messages = _MessagesParser(inputs).parse(_load_json("messages", raw.messages or b""))
+        messages = _MessagesParser(inputs).parse(load_json("messages", raw.messages or b""))
     return ChatRequest(messages, parameters)
 
 
 def _text_message(raw: RawRequest, text_input: bytes) -> Message:
-    text = _decode_utf8("text_input", text_input)
+    text = decode_utf8("text_input", text_input)
     media: list[Part] = [ImagePart(f"image[{i}]", element) for i, element in enumerate(raw.images)]
     media += [AudioPart(f"audio[{i}]", element) for i, element in enumerate(raw.audios)]
     media += [VideoPart(f"video[{i}]", element) for i, element in enumerate(raw.videos)]
@@ -174,7 +180,7 @@ def _parse_media_parameters(data: bytes | None) -> MediaParameters:
     if not data:
         return MediaParameters()
     field = "media_parameters"
-    values = _expect_object(field, _load_json(field, data), allowed=tuple(MediaParameters.__annotations__))
+    values = expect_object(field, load_json(field, data), allowed=tuple(MediaParameters.__annotations__))
     for name, value in values.items():
         _check_media_parameter(name, f"{field}.{name}", value)
     return MediaParameters(**values)
@@ -183,16 +189,16 @@ def _parse_media_parameters(data: bytes | None) -> MediaParameters:
 def _check_media_parameter(name: str, field: str, value: object) -> None:
     if name in _MAX_INTEGERS:
         if type(value) is not int:
-            _wrong_type(field, "an integer", value)
+            wrong_type(field, "an integer", value)
         if not 1 <= value <= _MAX_INTEGERS[name]:
             raise InvalidArgument(field, f"expected 1 to {_MAX_INTEGERS[name]}, got {value}")
     elif name == "video_fps":
         if type(value) is not int and type(value) is not float:
-            _wrong_type(field, "a number", value)
+            wrong_type(field, "a number", value)
         if not 0 < value <= MAX_VIDEO_FPS:  # JSON's NaN is in no range
             raise InvalidArgument(field, f"expected more than 0 and at most {MAX_VIDEO_FPS}, got {value}")
     elif type(value) is not bool:
-        _wrong_type(field, "true or false", value)
+        wrong_type(field, "true or false", value)
 
 
 class _MessagesParser:
@@ -203,7 +209,7 @@ class _MessagesParser:
         self._num_taken = dict.fromkeys(elements, 0)
 
     def parse(self, value: object) -> tuple[Message, ...]:
-        values = _expect_list("messages", value)
+        values = expect_list("messages", value)
         messages = tuple(self._message(f"messages[{i}]", item) for i, item in enumerate(values))
         if messages[-1].role != "user":
             raise InvalidArgument(f"messages[{len(messages) - 1}].role", "the last message must be a user's")
@@ -213,18 +219,18 @@ class _MessagesParser:
         return messages
 
     def _message(self, field: str, value: object) -> Message:
-        item = _expect_object(field, value, required=("role", "content"))
-        role = _expect_string(f"{field}.role", item["role"])
+        item = expect_object(field, value, required=("role", "content"))
+        role = expect_string(f"{field}.role", item["role"])
         if role not in ROLES:
             raise InvalidArgument(f"{field}.role", f"expected one of {', '.join(ROLES)}, got {role[:50]!r}")
         content = item["content"]
         if isinstance(content, str):
-            parts: tuple[Part, ...] = (TextPart(_expect_string(f"{field}.content", content)),)
+            parts: tuple[Part, ...] = (TextPart(expect_string(f"{field}.content", content)),)
         elif isinstance(content, list):
-            content = _expect_list(f"{field}.content", content)
+            content = expect_list(f"{field}.content", content)
             parts = tuple(self._part(f"{field}.content[{i}]", part) for i, part in enumerate(content))
         else:
-            _wrong_type(f"{field}.content", "a string or a list of parts", content)
+            wrong_type(f"{field}.content", "a string or a list of parts", content)
         self._check_parts(field, role, parts)
         return Message(role, parts)
 
@@ -240,7 +246,7 @@ class _MessagesParser:
     def _part(self, field: str, value: object) -> Part:
         kind = value.get("type") if isinstance(value, dict) else None
         if kind == "text":
-            return TextPart(_expect_string(f"{field}.text", _only(field, value, "text")))
+            return TextPart(expect_string(f"{field}.text", _only(field, value, "text")))
         if kind == "image":
             return ImagePart(*self._next_element(field, value, "image"))
         if kind == "audio":
@@ -253,12 +259,12 @@ class _MessagesParser:
             return VideoPart(*_data_uri(f"{field}.video_url", _only(field, value, "video_url")))
         if kind == "input_audio":
             return _input_audio(f"{field}.input_audio", _only(field, value, "input_audio"))
-        _expect_object(field, value, required=("type",), allowed=None)
+        expect_object(field, value, required=("type",), allowed=None)
         known = "text, image, audio, video, image_url, input_audio or video_url"
         raise InvalidArgument(f"{field}.type", f"expected {known}, got {str(kind)[:50]!r}")
 
     def _next_element(self, field: str, value: object, name: str) -> tuple[str, bytes]:
-        _expect_object(field, value, required=("type",))
+        expect_object(field, value, required=("type",))
         index = self._num_taken[name]
         self._num_taken[name] += 1
         if index >= len(self._elements[name]):
@@ -270,13 +276,13 @@ class _MessagesParser:
 
 def _image_url(field: str, value: object) -> ImagePart:
     detail = value.get("detail", "auto") if isinstance(value, dict) else "auto"
-    if _expect_string(f"{field}.detail", detail) not in IMAGE_DETAILS:
+    if expect_string(f"{field}.detail", detail) not in IMAGE_DETAILS:
         raise InvalidArgument(f"{field}.detail", f"expected one of {', '.join(IMAGE_DETAILS)}")
     return ImagePart(*_data_uri(field, value, allowed=("detail",)), 1 if detail == "low" else None)
 
 
 def _data_uri(field: str, value: object, allowed: tuple[str, ...] = ()) -> tuple[str, bytes]:
-    url = _expect_string(f"{field}.url", _expect_object(field, value, ("url",), allowed)["url"])
+    url = expect_string(f"{field}.url", expect_object(field, value, ("url",), allowed)["url"])
     if not url[:5].lower() == "data:":
         raise InvalidArgument(
             f"{field}.url", "expected a data URI (data:<type>;base64,<data>); the server fetches nothing"
@@ -285,68 +291,12 @@ def _data_uri(field: str, value: object, allowed: tuple[str, ...] = ()) -> tuple
 
 
 def _input_audio(field: str, value: object) -> AudioPart:
-    item = _expect_object(field, value, required=("data",), allowed=("format",))
-    if "format" in item and _expect_string(f"{field}.format", item["format"]) not in AUDIO_FORMATS:
+    item = expect_object(field, value, required=("data",), allowed=("format",))
+    if "format" in item and expect_string(f"{field}.format", item["format"]) not in AUDIO_FORMATS:
         raise InvalidArgument(f"{field}.format", f"expected one of {', '.join(AUDIO_FORMATS)}")
-    return AudioPart(f"{field}.data", _expect_string(f"{field}.data", item["data"]).encode())
+    return AudioPart(f"{field}.data", expect_string(f"{field}.data", item["data"]).encode())
 
 
 def _only(field: str, value: object, key: str) -> object:
     """The value beside ``type`` of a part that has just these two keys."""
-    return _expect_object(field, value, required=("type", key))[key]
-
-
-def _expect_object(
-    field: str, value: object, required: tuple[str, ...] = (), allowed: tuple[str, ...] | None = ()
-) -> dict[str, Any]:
-    """An object with all of ``required``, and of other keys only ``allowed`` (None: any)."""
-    if not isinstance(value, dict):
-        _wrong_type(field, "an object", value)
-    for key in required:
-        if key not in value:
-            raise InvalidArgument(f"{field}.{key}", "is missing")
-    known = None if allowed is None else required + allowed
-    for key in value:
-        if known is not None and key not in known:
-            raise InvalidArgument(f"{field}.{key[:50]}", f"is unknown; known are {', '.join(known)}")
-    return value
-
-
-def _expect_list(field: str, value: object) -> list[Any]:
-    if not isinstance(value, list):
-        _wrong_type(field, "a list", value)
-    if not value:
-        raise InvalidArgument(field, "is empty")
-    return value
-
-
-def _expect_string(field: str, value: object) -> str:
-    if not isinstance(value, str):
-        _wrong_type(field, "a string", value)
-    try:
-        value.encode()
-    except UnicodeEncodeError:  # JSON's \ud800 escapes can spell half a character
-        raise InvalidArgument(field, "holds a lone surrogate, which is no character") from None
-    return value
-
-
-def _wrong_type(field: str, expected: str, value: object) -> NoReturn:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    raise InvalidArgument(field, f"expected {expected}, got {names.get(type(value), 'a number')}")
-
-
-def _decode_utf8(field: str, data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(field, f"is not valid UTF-8 at byte {error.start}") from None
-
-
-def _load_json(field: str, data: bytes) -> object:
-    try:
-        value: object = json.loads(_decode_utf8(field, data))
-    except json.JSONDecodeError as error:
-        raise InvalidArgument(field, f"is not valid JSON: {error}") from None
-    except (ValueError, RecursionError):  # a number of thousands of digits, or nesting as deep
-        raise InvalidArgument(field, "is not acceptable JSON: a number or the nesting is too large") from None
-    return value
+    return expect_object(field, value, required=("type", key))[key]

@@ -205,6 +205,15 @@ def test_runs_reach_back_to_a_key_frame_and_over_it_for_frames_shown_before_it()
     assert timeline.shown_at(Fraction(99)) == 10
 
 
+@pytest.mark.parametrize(
+    ("seconds", "fps", "num_frames"),
+    [("10", 1, 10), ("10.001", 1, 10), ("10.01", 1, 10), ("10.1", 1, 11), ("9.999", 1, 10), ("0.01", 1, 1),
+     ("10", 30, 300), ("10.001", 30, 300), ("10.03", 30, 301), ("10", 1000, 512)],
+)  # fmt: skip
+def test_rounded_lengths_give_no_frame_more(seconds: str, fps: int, num_frames: int) -> None:
+    assert len(sample_times(Fraction(seconds), Sampling(Fraction(fps), 512))) == num_frames
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     seconds=st.fractions(0, 5_000, max_denominator=90_000),
@@ -214,7 +223,8 @@ def test_runs_reach_back_to_a_key_frame_and_over_it_for_frames_shown_before_it()
 def test_sample_times(seconds: Fraction, fps: Fraction, max_frames: int) -> None:
     times = sample_times(seconds, Sampling(fps, max_frames))
     assert times[0] == 0
-    assert len(times) == min(max(math.ceil(seconds * fps), 1), max_frames)
+    slack = min(Fraction(1, 50), 1 / (2 * fps))
+    assert len(times) == min(max(math.ceil((seconds - slack) * fps), 1), max_frames)
     assert times[-1] < seconds or len(times) == 1
     assert len({later - earlier for earlier, later in itertools.pairwise(times)}) <= 1
     if len(times) < max_frames and len(times) > 1:

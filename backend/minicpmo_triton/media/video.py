@@ -24,6 +24,9 @@ from minicpmo_triton.media.image import MAX_ASPECT_RATIO
 
 #: Frames of a video of the greatest length, per second of it.
 _MAX_FRAME_RATE = 120
+#: Seconds that a length may be over by: time stamps are rounded to 1/1000 s, and 10 s of 29.97 frames a
+#: second last 10.01 s.
+ROUNDING = Fraction(1, 50)
 #: Degrees anticlockwise that a frame is to be turned by, which is also how Pillow counts.
 _TURNS = {
     90: Image.Transpose.ROTATE_90,
@@ -56,8 +59,12 @@ class Video(Generic[T]):
 
 
 def sample_times(seconds: Fraction, sampling: Sampling) -> tuple[Fraction, ...]:
-    """Seconds from the start of the sampled moments: at least one, at most ``max_frames``."""
-    num_frames = max(math.ceil(seconds * sampling.fps), 1)
+    """Seconds from the start of the sampled moments: at least one, at most ``max_frames``.
+
+    The next moment would be no earlier than the end, give or take what containers round.
+    """
+    rounding = min(ROUNDING, 1 / (2 * sampling.fps))
+    num_frames = max(math.ceil((seconds - rounding) * sampling.fps), 1)
     step = 1 / sampling.fps
     if num_frames > sampling.max_frames:
         num_frames = sampling.max_frames

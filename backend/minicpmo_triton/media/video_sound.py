@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from minicpmo_triton.errors import InvalidArgument
 from minicpmo_triton.media.audio import MAX_CHANNELS, SAMPLE_RATE, SAMPLE_RATES, resampled
 from minicpmo_triton.media.container import VideoLimits, opened
+from minicpmo_triton.media.video import ROUNDING
 
 #: A gap in the sound's timestamps of this part of a second is silence, not rounding.
 _GAP = Fraction(1, 10)
@@ -38,7 +39,7 @@ def decode_sound(
         first = next(frames, None)
         if first is None:
             return np.empty(0, np.float32)
-        rate, num_seconds = first.sample_rate, math.ceil(seconds)
+        rate, num_seconds = first.sample_rate, max(math.ceil(seconds - ROUNDING), 1)
         if rate not in SAMPLE_RATES or first.layout.nb_channels > MAX_CHANNELS:
             raise InvalidArgument(
                 field, f"has sound of {rate} Hz in {first.layout.nb_channels} channels, which is unsupported"
