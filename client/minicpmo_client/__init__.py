@@ -6,8 +6,13 @@
 'Hello!'
 """
 
-from minicpmo_client.client import ChatStream, Client
+from minicpmo_client.aio import AsyncClient
+from minicpmo_client.aio_stream import AsyncChatStream
+from minicpmo_client.chat_stream import ChatStream
+from minicpmo_client.client import Client
+from minicpmo_client.embeddings import Embeddings
 from minicpmo_client.errors import (
+    CannotConnect,
     InvalidRequest,
     MiniCPMOClientError,
     ModelNotFound,
@@ -16,15 +21,25 @@ from minicpmo_client.errors import (
     ServerError,
     ServerUnavailable,
 )
-from minicpmo_client.transport import Call, FakeTransport, Transport
+from minicpmo_client.fake import AsyncFakeTransport, FakeTransport
+from minicpmo_client.stats import EncoderStats, Sample, Stats
+from minicpmo_client.transport import AsyncCall, AsyncTransport, Call, Transport
 from minicpmo_client.wire import Chat, Chunk, Request, Response
 
 __all__ = [
+    "AsyncCall",
+    "AsyncChatStream",
+    "AsyncClient",
+    "AsyncFakeTransport",
+    "AsyncTransport",
     "Call",
+    "CannotConnect",
     "Chat",
     "ChatStream",
     "Chunk",
     "Client",
+    "Embeddings",
+    "EncoderStats",
     "FakeTransport",
     "InvalidRequest",
     "MiniCPMOClientError",
@@ -33,7 +48,9 @@ __all__ = [
     "RequestCancelled",
     "RequestTimeout",
     "Response",
+    "Sample",
     "ServerError",
     "ServerUnavailable",
+    "Stats",
     "Transport",
 ]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from minicpmo_client.client import DEFAULT_MODEL, DEFAULT_TIMEOUT_S, DEFAULT_URL, ChatStream, Client
-from minicpmo_client.errors import MiniCPMOClientError, ServerUnavailable
+from minicpmo_client import commands
+from minicpmo_client.client import Client
+from minicpmo_client.errors import MiniCPMOClientError
+from minicpmo_client.settings import DEFAULT_HTTP_URL, DEFAULT_TIMEOUT_S, DEFAULT_URL, STATS_TIMEOUT_S
+from minicpmo_client.wire import DEFAULT_MODEL
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None, make_client: Callable[..., Client] =
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the chat
     try:
-        with make_client(args.url, model=args.model) as client:
+        options = {name: vars(args)[name] for name in ("fetch_urls", "metrics_url") if vars(args).get(name)}
+        with make_client(args.url, model=args.model, **options) as client:
             status: int = args.run(client, args)
             return status
     except MiniCPMOClientError as error:
@@ -42,124 +43,30 @@ def main(argv: Sequence[str] | None = None, make_client: Callable[..., Client] =
         return EXIT_FAILED
 
 
-@dataclass
-class Timings:
-    """When the chunks of an answer arrived, and how many tokens they held."""
-
-    started_s: float
-    first_s: float | None = None
-    last_s: float | None = None
-    num_first_tokens: int = 0
-    num_tokens: int = 0
-
-    def add(self, num_tokens: int, now_s: float) -> None:
-        if self.first_s is None:
-            self.first_s, self.num_first_tokens = now_s, num_tokens
-        self.last_s = now_s
-        self.num_tokens += num_tokens
-
-    def line(self, num_input_tokens: int) -> str:
-        """One line: time to first token, tokens, and the rate at which those after the first chunk came."""
-        if self.first_s is None or self.last_s is None:
-            return "no token arrived"
-        parts = [f"{num_input_tokens} input tokens"]
-        parts.append(f"{self.num_tokens} output tokens in {self.last_s - self.started_s:.3f} s")
-        num_later, seconds = self.num_tokens - self.num_first_tokens, self.last_s - self.first_s
-        if seconds > 0:
-            parts.insert(0, f"first token {self.first_s - self.started_s:.3f} s")
-        if num_later > 0 and seconds > 0:
-            parts.append(f"{num_later / seconds:.1f} tokens/s after the first chunk")
-        return ", ".join(parts)
-
-
-def _chat(client: Client, args: argparse.Namespace) -> int:
-    timings = Timings(time.monotonic())
-    request = _request(args)
-    if args.no_stream:
-        chat = client.chat(**request, stream=False)
-        timings.add(chat.num_output_tokens, time.monotonic())
-        print(chat.text)
-        num_input_tokens = chat.num_input_tokens
-    else:
-        with client.chat(**request) as stream:
-            num_input_tokens = _print_stream(stream, timings)
-    if args.timings:
-        print(timings.line(num_input_tokens), file=sys.stderr)
-    return 0
-
-
-def _print_stream(stream: ChatStream, timings: Timings) -> int:
-    """Print the chunks as they come; the number of input tokens."""
-    num_input_tokens = 0
-    try:
-        for chunk in stream:
-            timings.add(chunk.num_output_tokens, time.monotonic())
-            num_input_tokens = max(num_input_tokens, chunk.num_input_tokens)
-            print(chunk.text, end="", flush=True)
-    finally:
-        # What follows a broken answer, an error's line or a prompt, starts on its own line too.
-        if timings.first_s is not None:
-            with contextlib.suppress(BrokenPipeError):
-                print(flush=True)
-    return num_input_tokens
-
-
-def _request(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``Client.chat``; what was not asked for is left to the server."""
-    messages: list[dict[str, Any]] = []
-    if args.system is not None:
-        messages.append({"role": "system", "content": args.system})
-    media = [{"type": "image", "image": path} for path in args.image]
-    media += [{"type": "audio", "audio": path} for path in args.audio]
-    text = {"type": "text", "text": args.question}
-    messages.append({"role": "user", "content": [*media, text] if media else args.question})
-    sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
-    media_parameters = {"max_slice_nums": args.max_slice_nums, "enable_thinking": args.thinking or None}
-    return {
-        "messages": messages,
-        "sampling": _given(sampling),
-        "media_parameters": _given(media_parameters),
-        "timeout_s": args.timeout_s,
-    }
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any] | None:
-    return {name: value for name, value in options.items() if value is not None} or None
-
-
-def _ready(client: Client, args: argparse.Namespace) -> int:
-    if args.timeout_s > 0:
-        client.wait_until_ready(args.timeout_s)
-    elif not client.is_ready():
-        raise ServerUnavailable(f"model {args.model} at {args.url} is not ready")
-    print(f"model {args.model} at {args.url} is ready")
-    return 0
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="minicpmo", description="Ask a MiniCPM-o model that a Triton server serves.", epilog=_STATUSES
     )
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_chat(commands)
-    _add_ready(commands)
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_chat(subparsers)
+    _add_embed(subparsers)
+    _add_stats(subparsers)
+    _add_ready(subparsers)
     return parser
 
 
-def _add_chat(commands: Any) -> None:
-    chat = commands.add_parser(
+def _add_chat(subparsers: Any) -> None:
+    chat = subparsers.add_parser(
         "chat",
         help="ask one question and print the answer as it comes",
-        description="Ask one question, with images and recordings before it, and print the answer as it "
-        "comes. Ctrl-C gives the rest of the answer up.",
+        description="Ask one question, with images, recordings and videos before it, and print the answer as "
+        "it comes. Ctrl-C gives the rest of the answer up.",
         epilog=_STATUSES,
     )
-    chat.set_defaults(run=_chat)
+    chat.set_defaults(run=commands.chat)
     _add_server(chat)
     chat.add_argument("question", help="the question, one argument")
-    path = {"action": "append", "default": [], "metavar": "PATH"}
-    chat.add_argument("--image", **path, help="an image file; may be given several times, in order")
-    chat.add_argument("--audio", **path, help="a recording's file; may be given several times, in order")
+    _add_media(chat, "image", "audio", "video")
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
     chat.add_argument(
         "--max-tokens",
@@ -174,12 +81,7 @@ def _add_chat(commands: Any) -> None:
         help="0 takes the likeliest token (default: the server's)",
     )
     chat.add_argument("--seed", type=int, metavar="N", help="of the sampling (default: none)")
-    chat.add_argument(
-        "--max-slice-nums",
-        type=_positive_int,
-        metavar="N",
-        help="slices a large image is cut into, at most (default: the server's)",
-    )
+    _add_slices(chat)
     chat.add_argument("--thinking", action="store_true", help="let the model think before it answers")
     chat.add_argument("--no-stream", action="store_true", help="print the answer once it is complete")
     chat.add_argument(
@@ -187,23 +89,53 @@ def _add_chat(commands: Any) -> None:
         action="store_true",
         help="print time to first token, tokens and tokens/s to stderr afterwards",
     )
-    chat.add_argument(
-        "--timeout-s",
-        type=_positive_float,
-        default=DEFAULT_TIMEOUT_S,
-        metavar="S",
-        help="give up unless the answer is complete after S seconds (default %(default)g)",
+    _add_timeout(chat, DEFAULT_TIMEOUT_S, "the answer is complete")
+
+
+def _add_embed(subparsers: Any) -> None:
+    embed = subparsers.add_parser(
+        "embed",
+        help="write the embeddings of images and recordings to a file",
+        description="Write the embeddings of images and recordings, as float32 [N, hidden], to an .npz "
+        "file (arrays image_0, image_1, ..., audio_0, ...) or, of a single one, to an .npy file.",
+        epilog=_STATUSES,
     )
+    embed.set_defaults(run=commands.embed)
+    _add_server(embed)
+    _add_media(embed, "image", "audio")
+    _add_slices(embed)
+    embed.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="the file to write, .npz or .npy"
+    )
+    _add_timeout(embed, DEFAULT_TIMEOUT_S, "each embedding is there")
 
 
-def _add_ready(commands: Any) -> None:
-    ready = commands.add_parser(
+def _add_stats(subparsers: Any) -> None:
+    stats = subparsers.add_parser(
+        "stats",
+        help="print the encoders' graph counters",
+        description="Print the graph counters of every encoder instance, from the server's metrics endpoint.",
+        epilog=_STATUSES,
+    )
+    stats.set_defaults(run=commands.stats)
+    _add_server(stats)
+    stats.add_argument(
+        "--metrics-url",
+        metavar="URL",
+        help="the metrics endpoint (default: http://HOST:8002/metrics, HOST being the server's)",
+    )
+    stats.add_argument("--json", action="store_true", help="print JSON, with every sample of the endpoint")
+    _add_timeout(stats, STATS_TIMEOUT_S, "the endpoint has answered")
+
+
+def _add_ready(subparsers: Any) -> None:
+    ready = subparsers.add_parser(
         "ready",
         help="tell whether the model is ready, or wait until it is",
         description="Tell whether the server serves the model, or wait until it does.",
         epilog=_STATUSES,
     )
-    ready.set_defaults(run=_ready)
+    ready.set_defaults(run=commands.ready)
     _add_server(ready)
     ready.add_argument(
         "--timeout-s",
@@ -215,13 +147,58 @@ def _add_ready(commands: Any) -> None:
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
         "--url",
         default=DEFAULT_URL,
-        metavar="HOST:PORT",
-        help="the server's gRPC address (default %(default)s)",
+        metavar="URL",
+        help="the server: HOST:PORT for gRPC, http://HOST:PORT for HTTP (default %(default)s)",
+    )
+    where.add_argument(
+        "--http",
+        action="store_const",
+        dest="url",
+        const=DEFAULT_HTTP_URL,
+        default=DEFAULT_URL,
+        help=f"the same as --url {DEFAULT_HTTP_URL}",
     )
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the model's name (default %(default)s)")
+
+
+_MEDIA = {"image": "an image file", "audio": "a recording's file", "video": "a video file"}
+
+
+def _add_media(parser: argparse.ArgumentParser, *kinds: str) -> None:
+    for kind in kinds:
+        parser.add_argument(
+            f"--{kind}",
+            action="append",
+            default=[],
+            metavar="PATH",
+            help=f"{_MEDIA[kind]}; may be given several times, in order",
+        )
+    parser.add_argument(
+        "--fetch-urls", action="store_true", help="take http(s) URLs for files too, and fetch them here"
+    )
+
+
+def _add_slices(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-slice-nums",
+        type=_positive_int,
+        metavar="N",
+        help="slices a large image is cut into, at most (default: the server's)",
+    )
+
+
+def _add_timeout(parser: argparse.ArgumentParser, default_s: float, condition: str) -> None:
+    parser.add_argument(
+        "--timeout-s",
+        type=_positive_float,
+        default=default_s,
+        metavar="S",
+        help=f"give up unless {condition} after S seconds (default %(default)g)",
+    )
 
 
 def _positive_int(text: str) -> int:

@@ -25,6 +25,10 @@ class ServerUnavailable(MiniCPMOClientError):
     """No server answers at that address, or it cannot serve now (UNAVAILABLE). A retry may help."""
 
 
+class CannotConnect(ServerUnavailable):
+    """No connection came about, so nothing was sent. The only error after which a client retries."""
+
+
 class RequestTimeout(MiniCPMOClientError):
     """The answer was not complete in time (DEADLINE_EXCEEDED)."""
 
@@ -45,13 +49,29 @@ _BY_CODE: dict[str, type[MiniCPMOClientError]] = {
     "CANCELLED": RequestCancelled,
 }
 
-# Triton (2.51 and later) reports what it refuses before any model runs inside the stream and without a
-# code, whatever the client asks for. These are those texts.
+# Triton reports an error of a gRPC stream inside the stream and without its code, and its HTTP `generate`
+# and `generate_stream` drop the code too. These are the texts, Triton's own and the models'.
 _BY_TEXT: tuple[tuple[re.Pattern[str], type[MiniCPMOClientError]], ...] = (
     (re.compile(r"unknown model: .* is not found"), ModelNotFound),
     (re.compile(r"unknown model: .* has no available versions"), ServerUnavailable),
+    (re.compile(r"(?:request|generation) (?:was|is|has been) cancelled", re.IGNORECASE), RequestCancelled),
     (
-        re.compile(r"unexpected inference input|unexpected shape for input|expected \d+ inputs"),
+        re.compile(r"engine has stopped|restart the server|start the server again|try again later"),
+        ServerUnavailable,
+    ),
+    (
+        re.compile(
+            r"unexpected inference input|unexpected shape for input|expected \d+ inputs"
+            r"|schema can not convert|exceeds the maximum allowed input size"
+        ),
+        InvalidRequest,
+    ),
+    # The server's own refusals begin with the field: `image[1]: ...`, `messages[0].role: ...`.
+    (
+        re.compile(
+            r"^(?:text_input|messages|image|audio|video|stream|\w+_parameters|input_ids|exclude_input_in_output"
+            r"|(?:image|audio)_(?:embeds|positions)|return_\w+)(?:\[\d+\]|\.\w+)*: "
+        ),
         InvalidRequest,
     ),
 )
@@ -74,3 +94,29 @@ def from_server(code: str | None, text: str) -> MiniCPMOClientError:
         if pattern.search(message):
             return error(message)
     return ServerError(message)
+
+
+_CODES_BY_HTTP_STATUS = {
+    404: "NOT_FOUND",
+    408: "DEADLINE_EXCEEDED",
+    413: "INVALID_ARGUMENT",
+    499: "CANCELLED",
+    502: "UNAVAILABLE",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+
+
+def from_http(status: int, text: str, *, keeps_codes: bool) -> MiniCPMOClientError:
+    """The exception for an error reply over HTTP.
+
+    ``keeps_codes`` is true for ``infer``, where status 400 means INVALID_ARG. ``generate`` and
+    ``generate_stream`` (2.51) answer 400 to every error of the model, or 200; its text then decides.
+
+    >>> from_http(400, "image[0]: not an image", keeps_codes=False)
+    InvalidRequest('image[0]: not an image')
+    """
+    code = _CODES_BY_HTTP_STATUS.get(status)
+    if status == 400 and keeps_codes:
+        code = "INVALID_ARGUMENT"
+    return from_server(code, text or f"HTTP status {status}")

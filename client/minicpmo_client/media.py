@@ -1,7 +1,8 @@
-"""Images and recordings as the bytes of a file: read, passed through, or encoded without loss.
+"""Images, recordings and videos as the bytes of a file: read, passed through, or encoded without loss.
 
 Needs the standard library and numpy only. Arrays become PNG or WAV, so the server decodes exactly the
-values given here. Every function takes ``field``, the name that an error message starts with.
+values given here. Every function takes ``field``, the name that an error message starts with, and
+``fetch``, which turns the URL of a field into bytes, or None where URLs are refused.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ _PNG_COLOUR_TYPES = {1: 0, 3: 2, 4: 6}  # channels -> grey, RGB, RGBA
 _WAV_FORMATS = {"int16": 1, "float32": 3}  # PCM, IEEE float
 _EXIF_ORIENTATION = 0x0112
 
+#: ``(url, field) -> bytes``
+Fetch = Callable[[str, str], bytes]
 
-def image_bytes(value: object, field: str = "image") -> bytes:
+
+def image_bytes(value: object, field: str = "image", fetch: Fetch | None = None) -> bytes:
     """The bytes of one image.
 
     Args:
@@ -36,7 +40,7 @@ def image_bytes(value: object, field: str = "image") -> bytes:
     Raises:
         InvalidRequest: the file cannot be read, or the value is none of these.
     """
-    content = _file_bytes(value, field)
+    content = _file_bytes(value, field, fetch)
     if content is not None:
         return content
     if isinstance(value, np.ndarray):
@@ -48,7 +52,7 @@ def image_bytes(value: object, field: str = "image") -> bytes:
     )
 
 
-def audio_bytes(value: object, field: str = "audio") -> bytes:
+def audio_bytes(value: object, field: str = "audio", fetch: Fetch | None = None) -> bytes:
     """The bytes of one recording.
 
     Args:
@@ -59,7 +63,7 @@ def audio_bytes(value: object, field: str = "audio") -> bytes:
     Raises:
         InvalidRequest: the file cannot be read, or the value is none of these.
     """
-    content = _file_bytes(value, field)
+    content = _file_bytes(value, field, fetch)
     if content is not None:
         return content
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], np.ndarray):
@@ -68,6 +72,26 @@ def audio_bytes(value: object, field: str = "audio") -> bytes:
     raise InvalidRequest(
         f"{field}: expected a path, bytes or (samples, sample_rate), got {type(value).__name__}{hint}"
     )
+
+
+def video_bytes(value: object, field: str = "video", fetch: Fetch | None = None) -> bytes:
+    """The bytes of one video.
+
+    Args:
+        value: a path, bytes (a file's content, base64 or a data URI), or a ``"data:"`` string.
+
+    Raises:
+        InvalidRequest: the file cannot be read, or the value is none of these.
+    """
+    content = _file_bytes(value, field, fetch)
+    if content is None:
+        raise InvalidRequest(f"{field}: expected a path or bytes, got {type(value).__name__}")
+    return content
+
+
+def is_url(value: object) -> bool:
+    """Whether this is an ``http(s)`` URL, which somebody would have to fetch."""
+    return isinstance(value, str) and value[:8].lower().startswith(("http://", "https://"))
 
 
 def encode_png(pixels: npt.NDArray[Any], field: str = "image") -> bytes:
@@ -130,9 +154,13 @@ def encode_wav(samples: npt.NDArray[Any], sample_rate: object, field: str = "aud
     return _riff_chunk(b"RIFF", b"WAVE" + body + _riff_chunk(b"data", data))
 
 
-def _file_bytes(value: object, field: str) -> bytes | None:
+def _file_bytes(value: object, field: str, fetch: Fetch | None) -> bytes | None:
     if isinstance(value, bytes | bytearray | memoryview):
         content = bytes(value)
+    elif isinstance(value, str) and is_url(value):
+        if fetch is None:
+            raise InvalidRequest(f"{field}: is a URL; a client fetches them only with fetch_urls=True")
+        content = fetch(value, field)
     elif isinstance(value, str) and value.startswith("data:"):
         content = value.encode()
     elif isinstance(value, str | os.PathLike):

@@ -1,19 +1,23 @@
-"""What a client needs from a transport. Tests, and later HTTP, put another one in its place."""
+"""What the clients need from a transport. Tests, and proxies of one's own, put another one in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Protocol
 
-from minicpmo_client import wire
-from minicpmo_client.errors import RequestCancelled
+import numpy.typing as npt
+
 from minicpmo_client.wire import Request, Response
+
+#: Output name -> array. BF16 arrives as float32.
+Tensors = Mapping[str, npt.NDArray[Any]]
 
 
 class Call(Protocol):
     """One request under way: an iterator over its responses that ends when the server has ended it.
 
-    ``__next__`` raises the errors of :mod:`minicpmo_client.errors` and nothing else.
+    ``__next__`` raises the errors of :mod:`minicpmo_client.errors` and nothing else;
+    :class:`CannotConnect` promises that nothing was sent.
     """
 
     def __iter__(self) -> Iterator[Response]: ...
@@ -30,72 +34,44 @@ class Transport(Protocol):
     def start(self, request: Request, timeout_s: float | None) -> Call:
         """Send ``request``; it has ``timeout_s`` seconds for all its responses (None: no limit)."""
 
+    def infer(self, request: Request, timeout_s: float | None) -> Tensors:
+        """The outputs of a model that answers one request with one response."""
+
+    def notify(self, request: Request, timeout_s: float) -> None:
+        """Send a request in the background; whether it arrives is not told. Never blocks or raises."""
+
     def model_ready(self, model: str, timeout_s: float) -> bool:
         """Whether the server answers and serves ``model``; :class:`ServerUnavailable` without a server."""
 
     def close(self) -> None:
-        """Cancel what is under way and free the connection."""
+        """Cancel what is under way and free the connection; notices get a second to leave."""
 
 
-Reply = str | Mapping[str, Sequence[Any]] | Response | Exception
+class AsyncCall(Protocol):
+    """As :class:`Call`, for asyncio. All methods belong to the event loop's thread."""
 
+    def __aiter__(self) -> AsyncIterator[Response]: ...
 
-class FakeTransport:
-    """A transport without a server, for tests of code that uses a client.
-
-    Every chat gets the same ``replies``: a text becomes one increment of one token, a mapping the outputs
-    of a response, a :class:`Response` is passed on and an exception is raised. A final response follows
-    unless ``final`` is False. ``requests`` keeps what was sent, ``cancelled`` the ids of requests given up.
-
-    >>> from minicpmo_client import Client
-    >>> fake = FakeTransport(["A ", "cat."])
-    >>> Client(transport=fake).chat("What is this?", stream=False).text
-    'A cat.'
-    >>> fake.requests[0].inputs["messages"]
-    [b'[{"role": "user", "content": "What is this?"}]']
-    """
-
-    def __init__(self, replies: Iterable[Reply] = (), *, final: bool = True, ready: bool = True) -> None:
-        self.replies = [*replies, Response({}, final=True)] if final else list(replies)
-        self.ready = ready
-        self.closed = False
-        self.requests: list[Request] = []
-        self.timeouts_s: list[float | None] = []
-        self.cancelled: list[str] = []
-
-    def start(self, request: Request, timeout_s: float | None) -> _FakeCall:
-        self.requests.append(request)
-        self.timeouts_s.append(timeout_s)
-        return _FakeCall(self, request.request_id)
-
-    def model_ready(self, model: str, timeout_s: float) -> bool:
-        return self.ready
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class _FakeCall:
-    def __init__(self, transport: FakeTransport, request_id: str) -> None:
-        self._transport = transport
-        self._request_id = request_id
-        self._replies = iter(transport.replies)
-        self._is_cancelled = False
-
-    def __iter__(self) -> Iterator[Response]:
-        return self
-
-    def __next__(self) -> Response:
-        if self._is_cancelled:
-            raise RequestCancelled("the chat was cancelled")
-        reply = next(self._replies)
-        if isinstance(reply, Exception):
-            raise reply
-        if isinstance(reply, str):
-            return Response({wire.TEXT_OUTPUT: [reply.encode()], wire.NUM_OUTPUT_TOKENS: [1]})
-        return reply if isinstance(reply, Response) else Response(reply)
+    async def __anext__(self) -> Response: ...
 
     def cancel(self) -> None:
-        if not self._is_cancelled:
-            self._is_cancelled = True
-            self._transport.cancelled.append(self._request_id)
+        """Give the request up. Never blocks, may come at any time, more than once."""
+
+
+class AsyncTransport(Protocol):
+    """As :class:`Transport`, for asyncio. All methods belong to the event loop's thread."""
+
+    def start(self, request: Request, timeout_s: float | None) -> AsyncCall:
+        """Send ``request``; it has ``timeout_s`` seconds for all its responses (None: no limit)."""
+
+    async def infer(self, request: Request, timeout_s: float | None) -> Tensors:
+        """The outputs of a model that answers one request with one response."""
+
+    def notify(self, request: Request, timeout_s: float) -> None:
+        """Send a request in the background; whether it arrives is not told. Never blocks or raises."""
+
+    async def model_ready(self, model: str, timeout_s: float) -> bool:
+        """Whether the server answers and serves ``model``; :class:`ServerUnavailable` without a server."""
+
+    async def close(self) -> None:
+        """Cancel what is under way and free the connection; notices get a second to leave."""

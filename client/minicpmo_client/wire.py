@@ -1,34 +1,52 @@
 """What a chat is on the wire, without any transport: messages to input tensors, output tensors to chunks.
 
-The names are those of the server's ``minicpmo`` model; a test holds them against the server's schema.
+The names are those of the server's ``minicpmo``, ``llm`` and ``encode`` models; a test holds them against
+the server's schema. Both clients and every transport build on this module, and nothing here waits.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from minicpmo_client.conversation import Messages, as_turns, json_bytes, json_object, take_media
 from minicpmo_client.errors import InvalidRequest, ServerError
-from minicpmo_client.media import audio_bytes, image_bytes
+from minicpmo_client.media import Fetch
 
 MESSAGES = "messages"
 IMAGE = "image"
 AUDIO = "audio"
+VIDEO = "video"
 MEDIA_PARAMETERS = "media_parameters"
 STREAM = "stream"
 SAMPLING_PARAMETERS = "sampling_parameters"
-#: Input name -> Triton data type. A BYTES input is a list of bytes, the BOOL one a single value.
+CANCEL_REQUEST_ID = "cancel_request_id"
+#: ``llm``, used directly, sends beside the text only what these ask for; ``minicpmo`` always sends all.
+RETURN_FLAGS = (
+    "return_finish_reason",
+    "return_cumulative_logprob",
+    "return_logprobs",
+    "return_num_input_tokens",
+    "return_num_output_tokens",
+)
+#: Input name -> Triton data type. A BYTES input is a list of bytes, a BOOL one a single value.
 INPUTS = {
     MESSAGES: "BYTES",
     IMAGE: "BYTES",
     AUDIO: "BYTES",
+    VIDEO: "BYTES",
     MEDIA_PARAMETERS: "BYTES",
     STREAM: "BOOL",
     SAMPLING_PARAMETERS: "BYTES",
+    CANCEL_REQUEST_ID: "BYTES",
+    **dict.fromkeys(RETURN_FLAGS, "BOOL"),
 }
+#: Inputs that hold the bytes of files.
+MEDIA = (IMAGE, AUDIO, VIDEO)
 
 TEXT_OUTPUT = "text_output"
 FINISH_REASON = "finish_reason"
@@ -38,11 +56,19 @@ NUM_INPUT_TOKENS = "num_input_tokens"
 NUM_OUTPUT_TOKENS = "num_output_tokens"
 OUTPUTS = (TEXT_OUTPUT, FINISH_REASON, CUMULATIVE_LOGPROB, LOGPROBS, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS)
 
-#: A user turn as plain text, or messages in OpenAI's form.
-Messages = str | Sequence[Mapping[str, Any]]
-InputValue = Sequence[bytes] | bool
+DEFAULT_MODEL = "minicpmo"
+#: The model that generates: its requests can be aborted by id, or directly.
+ENGINE_MODEL = "llm"
+ENCODE_MODEL = "encode"
+#: Model -> its sibling that answers one request with one response, for HTTP ``infer``.
+UNARY_MODELS = {DEFAULT_MODEL: "minicpmo_unary"}
 
-_ENCODERS: dict[str, Callable[[object, str], bytes]] = {IMAGE: image_bytes, AUDIO: audio_bytes}
+#: How long a message that gives a chat up may take.
+CANCEL_TIMEOUT_S = 2.0
+_FIRST_RETRY_DELAY_S = 0.2
+_MAX_RETRY_DELAY_S = 2.0
+
+InputValue = Sequence[bytes] | bool
 
 
 @dataclass(frozen=True)
@@ -101,11 +127,15 @@ def build_inputs(
     *,
     images: Iterable[object] = (),
     audio: Iterable[object] = (),
+    videos: Iterable[object] = (),
     sampling: Mapping[str, Any] | None = None,
     media_parameters: Mapping[str, Any] | None = None,
     stream: bool = True,
+    fetch: Fetch | None = None,
 ) -> dict[str, InputValue]:
     """The input tensors of one chat; the arguments are those of ``Client.chat``.
+
+    ``fetch`` gets the content of URLs; None refuses them.
 
     >>> build_inputs("Hello", sampling={"max_tokens": 8})["sampling_parameters"]
     [b'{"max_tokens": 8}']
@@ -113,16 +143,49 @@ def build_inputs(
     Raises:
         InvalidRequest: something in the arguments cannot be sent; the message names it.
     """
-    turns, media = _take_media(_as_turns(messages, images, audio))
-    inputs: dict[str, InputValue] = {MESSAGES: [_json_bytes(turns, MESSAGES)], STREAM: bool(stream)}
+    turns, media = take_media(as_turns(messages, images, audio, videos), fetch)
+    inputs: dict[str, InputValue] = {MESSAGES: [json_bytes(turns, MESSAGES)], STREAM: bool(stream)}
     inputs.update({name: items for name, items in media.items() if items})
     if sampling is not None:
         if isinstance(sampling, Mapping) and sampling.get("n", 1) != 1:
             raise InvalidRequest(f"sampling.n: a chat has one answer, got {sampling['n']!r}")
-        inputs[SAMPLING_PARAMETERS] = [_json_object(sampling, "sampling")]
-    if media_parameters is not None:
-        inputs[MEDIA_PARAMETERS] = [_json_object(media_parameters, MEDIA_PARAMETERS)]
-    return inputs
+        inputs[SAMPLING_PARAMETERS] = [json_object(sampling, "sampling")]
+    return {**inputs, **media_parameter_input(media_parameters)}
+
+
+def media_parameter_input(parameters: Mapping[str, Any] | None) -> dict[str, InputValue]:
+    """The input that carries ``parameters``, if any were given."""
+    return {} if parameters is None else {MEDIA_PARAMETERS: [json_object(parameters, MEDIA_PARAMETERS)]}
+
+
+def chat_request(model: str, request_id: str, inputs: Mapping[str, InputValue]) -> Request:
+    """The request of one chat with ``model``."""
+    if model == ENGINE_MODEL:
+        inputs = {**inputs, **dict.fromkeys(RETURN_FLAGS, True)}
+    return Request(model, request_id or uuid.uuid4().hex, inputs)
+
+
+def cancel_request(request: Request) -> Request | None:
+    """What tells the engine to abort ``request``; None where the transport's own cancelling does.
+
+    Triton's ensembles (2.51) do not pass a cancel on to a step under way.
+
+    >>> cancel_request(Request("minicpmo", "chat-1", {})).inputs
+    {'cancel_request_id': [b'chat-1']}
+    """
+    if request.model == ENGINE_MODEL:
+        return None
+    return Request(ENGINE_MODEL, uuid.uuid4().hex, {CANCEL_REQUEST_ID: [request.request_id.encode()]})
+
+
+def retry_delays_s(num_retries: int) -> Iterator[float]:
+    """How long to wait before each retry.
+
+    >>> list(retry_delays_s(5))
+    [0.2, 0.4, 0.8, 1.6, 2.0]
+    """
+    for attempt in range(num_retries):
+        yield min(_FIRST_RETRY_DELAY_S * 2**attempt, _MAX_RETRY_DELAY_S)
 
 
 def parse_chunk(outputs: Mapping[str, Sequence[Any]]) -> Chunk:
@@ -164,66 +227,6 @@ cumulative_logprob=None, logprobs=None)
         cumulative_logprob=parts[-1].cumulative_logprob if parts else None,
         logprobs=[token for tokens in logprobs for token in tokens] if logprobs else None,
     )
-
-
-def _as_turns(messages: Messages, images: Iterable[object], audio: Iterable[object]) -> Sequence[Any]:
-    parts = _parts(IMAGE, images, "images") + _parts(AUDIO, audio, "audio")
-    if isinstance(messages, str):
-        content = [*parts, {"type": "text", "text": messages}] if parts else messages
-        return [{"role": "user", "content": content}]
-    if parts:
-        raise InvalidRequest("images and audio go with a plain question; in messages they are content parts")
-    if isinstance(messages, bytes | Mapping) or not isinstance(messages, Sequence):
-        raise InvalidRequest(f"messages: expected text or a list of messages, got {type(messages).__name__}")
-    return messages
-
-
-def _parts(kind: str, items: Iterable[object], field: str) -> list[dict[str, object]]:
-    # A lone path or picture is the likeliest slip, and iterating over it would give nonsense.
-    if isinstance(items, str | bytes) or not isinstance(items, list | tuple):
-        raise InvalidRequest(f"{field}: expected a list, got {type(items).__name__}")
-    return [{"type": kind, kind: item} for item in items]
-
-
-def _take_media(messages: Sequence[Any]) -> tuple[list[Any], dict[str, list[bytes]]]:
-    """Messages whose image and audio parts are bare placeholders, and what they held, in order."""
-    media: dict[str, list[bytes]] = {IMAGE: [], AUDIO: []}
-    turns = []
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, Mapping):
-            raise InvalidRequest(f"{where}: expected an object, got {type(message).__name__}")
-        content = message.get("content")
-        if isinstance(content, list | tuple):
-            parts = [_take_part(part, media, f"{where}.content[{i}]") for i, part in enumerate(content)]
-            message = {**message, "content": parts}
-        turns.append(dict(message))
-    return turns, media
-
-
-def _take_part(part: object, media: Mapping[str, list[bytes]], where: str) -> object:
-    if not isinstance(part, Mapping):
-        raise InvalidRequest(f"{where}: expected an object with a type, got {type(part).__name__}")
-    kind = part.get("type")
-    if not isinstance(kind, str) or kind not in media:
-        return dict(part)
-    if kind not in part:
-        raise InvalidRequest(f"{where}.{kind}: is missing; give a path, bytes or an array")
-    media[kind].append(_ENCODERS[kind](part[kind], f"{where}.{kind}"))
-    return {key: value for key, value in part.items() if key != kind}
-
-
-def _json_object(value: object, field: str) -> bytes:
-    if not isinstance(value, Mapping):
-        raise InvalidRequest(f"{field}: expected a mapping, got {type(value).__name__}")
-    return _json_bytes(dict(value), field)
-
-
-def _json_bytes(value: object, field: str) -> bytes:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{field}: cannot be written as JSON: {error}") from None
 
 
 def _text(value: Any) -> str:

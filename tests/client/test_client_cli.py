@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from minicpmo_client import Client, FakeTransport, InvalidRequest, Response
-from minicpmo_client.cli import Timings, main
+from minicpmo_client.cli import main
+from minicpmo_client.commands import Timings
 
 
 def maker(fake: FakeTransport, made: list[Any] | None = None) -> Callable[..., Client]:

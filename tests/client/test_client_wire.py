@@ -23,9 +23,68 @@ def messages_of(inputs: dict[str, Any]) -> Any:
 
 
 def test_names_and_types_are_the_servers() -> None:
-    types = {tensor.name: tensor.dtype.replace("STRING", "BYTES") for tensor in schema.MINICPMO.inputs}
+    types = {tensor.name: tensor.dtype.replace("STRING", "BYTES") for tensor in schema.LLM.inputs}
     assert {name: types.get(name) for name in wire.INPUTS} == wire.INPUTS
     assert set(wire.OUTPUTS) == {tensor.name for tensor in schema.ANSWER}
+    one_element = {tensor.name for tensor in schema.LLM.inputs if tensor.dims == (1,)}
+    assert one_element >= set(wire.INPUTS) - set(wire.MEDIA)
+
+
+@pytest.mark.parametrize("model", [schema.MINICPMO, schema.MINICPMO_UNARY, schema.ENCODE, schema.LLM])
+def test_a_model_takes_what_is_sent_to_it(model: schema.Model) -> None:
+    inputs = build_inputs(
+        "x", images=[b"i"], audio=[b"a"], videos=[b"v"], sampling={}, media_parameters={}, stream=True
+    )
+    sent = set(wire.chat_request(model.name, "", inputs).inputs)
+    sent -= {"stream"} if model is schema.MINICPMO_UNARY else set()
+    sent -= {"stream", "sampling_parameters"} if model is schema.ENCODE else set()
+    assert sent <= {tensor.name for tensor in model.inputs}
+    assert {schema.MINICPMO.name: schema.MINICPMO_UNARY.name} == wire.UNARY_MODELS
+    assert (schema.LLM.name, schema.ENCODE.name) == (wire.ENGINE_MODEL, wire.ENCODE_MODEL)
+
+
+def test_only_the_engine_is_asked_for_what_the_others_send_anyway() -> None:
+    assert wire.chat_request("llm", "r", {"stream": True}).inputs == {
+        "stream": True,
+        **{tensor.name: True for tensor in schema.RETURN_FLAGS},
+    }
+    assert wire.chat_request("minicpmo", "r", {"stream": True}).inputs == {"stream": True}
+
+
+def test_a_chat_with_the_engine_itself_needs_no_notice() -> None:
+    assert wire.cancel_request(wire.Request("llm", "r", {})) is None
+    notice = wire.cancel_request(wire.Request("minicpmo", "r", {}))
+    assert notice is not None
+    assert (notice.model, notice.inputs) == ("llm", {"cancel_request_id": [b"r"]})
+    assert notice.request_id != "r"
+
+
+def test_urls_are_fetched_only_when_asked_to() -> None:
+    fetched: list[tuple[str, str]] = []
+
+    def fetch(url: str, field: str) -> bytes:
+        fetched.append((url, field))
+        return url[-1:].encode()
+
+    content = [
+        {"type": "image_url", "image_url": {"url": "http://h/1", "detail": "high"}},
+        {"type": "video", "video": "https://h/2"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "audio", "audio": "http://h/3"},
+    ]
+    inputs = build_inputs([{"role": "user", "content": content}], fetch=fetch)
+    assert (inputs["image"], inputs["video"], inputs["audio"]) == ([b"1"], [b"2"], [b"3"])
+    assert [url for url, _ in fetched] == ["http://h/1", "https://h/2", "http://h/3"]
+    assert fetched[0][1] == "messages[0].content[0].image_url"
+    assert messages_of(inputs)[0]["content"] == [
+        {"type": "image"},
+        {"type": "video"},
+        content[2],
+        {"type": "audio"},
+    ]
+    for index in (0, 1, 3):
+        with pytest.raises(InvalidRequest, match=r"content\[0\]\.\w+: is a URL; .* fetch_urls=True"):
+            build_inputs([{"role": "user", "content": [content[index]]}])
 
 
 def test_a_plain_question_is_one_user_turn() -> None:
@@ -37,9 +96,10 @@ def test_a_plain_question_is_one_user_turn() -> None:
 
 
 def test_media_of_a_plain_question_come_before_its_text() -> None:
-    inputs = build_inputs("What?", images=[b"i1", b"i2"], audio=[b"a1"])
+    inputs = build_inputs("What?", images=[b"i1", b"i2"], audio=[b"a1"], videos=[b"v1"])
     kinds = [part["type"] for part in messages_of(inputs)[0]["content"]]
-    assert kinds == ["image", "image", "audio", "text"]
+    assert kinds == ["image", "image", "audio", "video", "text"]
+    assert inputs["video"] == [b"v1"]
     assert (inputs["image"], inputs["audio"]) == ([b"i1", b"i2"], [b"a1"])
 
 
@@ -111,7 +171,7 @@ def test_parameters_are_json_objects() -> None:
         ("x", {"images": "a.png"}, "images: expected a list, got str"),
         ("x", {"audio": b"RIFF"}, "audio: expected a list, got bytes"),
         ("x", {"images": PIXELS}, "images: expected a list, got ndarray"),
-        ([{"content": "x"}], {"images": [b"i"]}, "images and audio go with a plain question"),
+        ([{"content": "x"}], {"images": [b"i"]}, "images, audio and videos go with a plain question"),
         ("x", {"sampling": [1]}, "sampling: expected a mapping, got list"),
         ("x", {"sampling": {"temperature": math.nan}}, "sampling: cannot be written as JSON"),
         ("x", {"sampling": {"n": 2}}, "sampling.n: a chat has one answer, got 2"),
