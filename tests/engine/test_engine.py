@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,11 @@ from minicpmo_triton.errors import (
     MiniCPMOError,
     Unavailable,
 )
-from minicpmo_triton.llm.engine import Engine, Generation, Handle, Increment, read_engine_args
+from minicpmo_triton.llm.engine import Engine, Generation, Increment, read_engine_args
+from tests.engine.helpers import ENDLESS, TIMEOUT_S, Answer, Arrays, Make, maker, positions, submit
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ENV = {"MINICPMO_ENGINE_ARGS": json.dumps({"enforce_eager": True, "max_model_len": 2048})}
-GREEDY = '{"temperature": 0, "max_tokens": 16, "ignore_eos": true, "skip_special_tokens": false}'
-ENDLESS = '{"temperature": 0, "ignore_eos": true}'
 CASES = (
     "text",
     "system_multi_turn",
@@ -53,46 +52,6 @@ CASES = (
 )
 #: A step whose two best logits are closer may go either way under another order of summation.
 MIN_MARGIN = 0.01
-TIMEOUT_S = 60.0
-
-Arrays = Callable[[str], Mapping[str, np.ndarray]]
-
-
-@dataclass
-class Answer:
-    """What the callbacks of one request were given, in order."""
-
-    increments: list[Increment] = field(default_factory=list)
-    outcomes: list[MiniCPMOError | None] = field(default_factory=list)
-    handle: Handle | None = None
-    first: threading.Event = field(default_factory=threading.Event)
-    done: threading.Event = field(default_factory=threading.Event)
-
-    def on_output(self, increment: Increment) -> None:
-        assert not self.outcomes
-        self.increments.append(increment)
-        self.first.set()
-
-    def on_done(self, outcome: MiniCPMOError | None) -> None:
-        self.outcomes.append(outcome)
-        self.done.set()
-
-    def wait(self) -> MiniCPMOError | None:
-        assert self.done.wait(TIMEOUT_S), "on_done was not called"
-        assert len(self.outcomes) == 1
-        return self.outcomes[0]
-
-    def text(self, index: int = 0) -> str:
-        return "".join(i.texts[i.indices.index(index)] for i in self.increments if index in i.indices)
-
-    def token_ids(self) -> list[int]:
-        return [token for increment in self.increments for token in increment.token_ids[0]]
-
-
-def submit(engine: Engine, generation: Generation) -> Answer:
-    answer = Answer()
-    answer.handle = engine.submit(generation, answer.on_output, answer.on_done)
-    return answer
 
 
 def start(checkpoint: Path, env: Mapping[str, str] = ENV) -> Engine:
@@ -113,33 +72,9 @@ def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def make(engine: Engine, goldens: Mapping[str, Any], golden_arrays: Arrays) -> Callable[..., Generation]:
+def make(engine: Engine, goldens: Mapping[str, Any], golden_arrays: Arrays) -> Make:
     """Make the generation of a golden case."""
-
-    def make(name: str, stream: bool = True, sampling: str = GREEDY) -> Generation:
-        expected = goldens[name]["expected"]
-        arrays = golden_arrays(name)
-        hidden = engine.facts.hidden_size
-        images = arrays.get("vision_embeds", np.zeros((0, hidden), np.float32)).reshape(-1, hidden)
-        clips = [arrays[f"audio_embeds_{i}"] for i in range(len(expected["audio_bounds"]))]
-        ids = np.array(expected["input_ids"], np.int32)
-        return Generation(
-            request_id=name,
-            input_ids=ids,
-            image_positions=positions(expected["image_bounds"]),
-            audio_positions=positions(expected["audio_bounds"]),
-            image_embeds=torch.from_numpy(images),
-            audio_embeds=torch.from_numpy(np.concatenate([np.zeros((0, hidden), np.float32), *clips])),
-            sampling=engine.sampling(sampling, ids.size),
-            stream=stream,
-        )
-
-    return make
-
-
-def positions(bounds: list[list[int]]) -> Any:
-    runs = [np.arange(begin, end, dtype=np.int32) for begin, end in bounds]
-    return np.concatenate([np.zeros(0, np.int32), *runs])
+    return maker(engine, goldens, golden_arrays)
 
 
 def test_all_cases_are_tested(goldens: Mapping[str, Any]) -> None:
@@ -151,7 +86,7 @@ def test_all_cases_are_tested(goldens: Mapping[str, Any]) -> None:
 def test_goldens(
     engine: Engine,
     goldens: Mapping[str, Any],
-    make: Callable[..., Generation],
+    make: Make,
     name: str,
     stream: bool,
 ) -> None:
@@ -171,7 +106,7 @@ def test_goldens(
     assert (len(answer.increments) > 1) == stream
 
 
-def test_twelve_at_once_answer_as_one_after_another(engine: Engine, make: Callable[..., Generation]) -> None:
+def test_twelve_at_once_answer_as_one_after_another(engine: Engine, make: Make) -> None:
     alone = []
     for name in CASES:
         answer = submit(engine, make(name))
@@ -183,7 +118,7 @@ def test_twelve_at_once_answer_as_one_after_another(engine: Engine, make: Callab
 
 
 def test_other_embeddings_under_the_same_ids_are_not_taken_from_the_prefix_cache(
-    engine: Engine, make: Callable[..., Generation]
+    engine: Engine, make: Make
 ) -> None:
     one = make("image_gray")
     other = replace(one, image_embeds=one.image_embeds.flip(0))
@@ -197,7 +132,7 @@ def test_other_embeddings_under_the_same_ids_are_not_taken_from_the_prefix_cache
 
 
 def test_cancelling_in_mid_stream_ends_once_and_leaves_the_engine_well(
-    engine: Engine, make: Callable[..., Generation], goldens: Mapping[str, Any]
+    engine: Engine, make: Make, goldens: Mapping[str, Any]
 ) -> None:
     answer = submit(engine, make("image_gray", sampling=ENDLESS))
     assert answer.first.wait(TIMEOUT_S)
@@ -213,9 +148,7 @@ def test_cancelling_in_mid_stream_ends_once_and_leaves_the_engine_well(
     assert len(answer.outcomes) == 1
 
 
-def test_cancelling_before_it_starts_and_after_it_ended(
-    engine: Engine, make: Callable[..., Generation]
-) -> None:
+def test_cancelling_before_it_starts_and_after_it_ended(engine: Engine, make: Make) -> None:
     early = submit(engine, make("text", sampling=ENDLESS))
     assert early.handle is not None
     early.handle.cancel()
@@ -228,7 +161,7 @@ def test_cancelling_before_it_starts_and_after_it_ended(
     assert late.outcomes == [None]
 
 
-def test_cancelling_by_the_clients_id(engine: Engine, make: Callable[..., Generation]) -> None:
+def test_cancelling_by_the_clients_id(engine: Engine, make: Make) -> None:
     twins = [submit(engine, make("text", sampling=ENDLESS)) for _ in range(2)]  # the same id twice
     bystander = submit(engine, make("image_gray"))
     assert engine.cancel("text") == 2
@@ -237,7 +170,7 @@ def test_cancelling_by_the_clients_id(engine: Engine, make: Callable[..., Genera
     assert engine.cancel("text") == 0
 
 
-def test_an_invalid_generation_costs_only_itself(engine: Engine, make: Callable[..., Generation]) -> None:
+def test_an_invalid_generation_costs_only_itself(engine: Engine, make: Make) -> None:
     good = make("image_gray")
     before = submit(engine, good)
     bad = submit(engine, replace(good, image_embeds=good.image_embeds[:-1]))
@@ -251,16 +184,14 @@ def test_an_invalid_generation_costs_only_itself(engine: Engine, make: Callable[
     assert before.wait() is None
 
 
-def test_what_vllm_refuses_late_is_the_clients_fault(engine: Engine, make: Callable[..., Generation]) -> None:
+def test_what_vllm_refuses_late_is_the_clients_fault(engine: Engine, make: Make) -> None:
     error = submit(engine, make("text", sampling='{"logprobs": 1000}')).wait()
     assert isinstance(error, InvalidArgument)
     assert error.field == "sampling_parameters.logprobs"
     assert submit(engine, make("text")).wait() is None
 
 
-def test_a_callback_that_raises_costs_only_its_request(
-    engine: Engine, make: Callable[..., Generation]
-) -> None:
+def test_a_callback_that_raises_costs_only_its_request(engine: Engine, make: Make) -> None:
     answer = Answer()
 
     def broken(increment: Increment) -> None:
@@ -271,9 +202,7 @@ def test_a_callback_that_raises_costs_only_its_request(
     assert submit(engine, make("text")).wait() is None
 
 
-def test_several_sequences_and_their_log_probabilities(
-    engine: Engine, make: Callable[..., Generation]
-) -> None:
+def test_several_sequences_and_their_log_probabilities(engine: Engine, make: Make) -> None:
     sampling = '{"n": 3, "seed": 1, "max_tokens": 5, "ignore_eos": true, "logprobs": 2}'
     streamed = submit(engine, make("text", sampling=sampling))
     whole = submit(engine, make("text", stream=False, sampling=sampling))
@@ -299,7 +228,7 @@ def test_several_sequences_and_their_log_probabilities(
     assert not any(part.finished for part in streamed.increments[:-1])
 
 
-def test_the_answer_stops_at_the_end_of_the_context(engine: Engine, make: Callable[..., Generation]) -> None:
+def test_the_answer_stops_at_the_end_of_the_context(engine: Engine, make: Make) -> None:
     ids = np.tile(make("text").input_ids, 60)[: engine.facts.max_model_len - 3]
     generation = replace(
         make("text", stream=False), input_ids=ids, sampling=engine.sampling(ENDLESS, ids.size)
@@ -310,9 +239,7 @@ def test_the_answer_stops_at_the_end_of_the_context(engine: Engine, make: Callab
     assert answer.increments[0].finish_reasons == ("length",)
 
 
-def test_shutdown_ends_requests_in_flight_and_every_process(
-    engine: Engine, make: Callable[..., Generation]
-) -> None:
+def test_shutdown_ends_requests_in_flight_and_every_process(engine: Engine, make: Make) -> None:
     """The last test of the module's engine."""
     pids = child_pids()
     pids |= {child for pid in pids for child in children(pid)}

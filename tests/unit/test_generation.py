@@ -38,7 +38,7 @@ def check(candidate: Generation) -> None:
     validate(candidate, hidden_size=HIDDEN, vocab_size=10, max_model_len=8)
 
 
-def test_rows_go_to_their_positions_and_all_other_rows_are_zero() -> None:
+def test_rows_go_to_their_positions_and_no_other_row_can_be_a_clients() -> None:
     candidate = generation()
     check(candidate)
     prompt = build_prompt(candidate, torch.bfloat16)
@@ -46,7 +46,10 @@ def test_rows_go_to_their_positions_and_all_other_rows_are_zero() -> None:
     assert prompt.is_token_id == [True, False, False, True, False, True]
     assert prompt.embeds is not None
     assert prompt.embeds.dtype == torch.bfloat16
-    assert prompt.embeds[:, 0].tolist() == [0.0, 5.0, 1.0, 0.0, 9.0, 0.0]
+    assert prompt.embeds[[1, 2, 4], 0].tolist() == [5.0, 1.0, 9.0]
+    others = prompt.embeds[[0, 3, 5]]
+    assert others[:, 0].isnan().all()  # which validate refuses in a client's row
+    assert not others[:, 1:].any()  # never uninitialised: vLLM's prefix cache hashes them
 
 
 def test_a_prompt_of_text_has_no_embeddings() -> None:

@@ -12,9 +12,15 @@ pytest.importorskip("vllm")
 
 from minicpmo_triton.errors import InvalidArgument
 from minicpmo_triton.llm import sampling
-from minicpmo_triton.llm.sampling import parse_sampling_parameters
+from minicpmo_triton.llm.sampling import Sampling, parse_sampling_parameters
 
 DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+def read(text: bytes | str | None, adapters: Mapping[str, Any] | None = None) -> Sampling:
+    return parse_sampling_parameters(
+        text, DEFAULTS, num_input_tokens=10, max_model_len=100, vocab_size=512, adapters=adapters
+    )
 
 
 def parse(
@@ -22,12 +28,12 @@ def parse(
 ) -> Any:
     return parse_sampling_parameters(
         text, defaults, num_input_tokens=num_input_tokens, max_model_len=100, vocab_size=512
-    )
+    ).params
 
 
-def refusal(text: bytes | str) -> InvalidArgument:
+def refusal(text: bytes | str, adapters: Mapping[str, Any] | None = None) -> InvalidArgument:
     with pytest.raises(InvalidArgument) as caught:
-        parse(text)
+        read(text, adapters)
     return caught.value
 
 
@@ -75,15 +81,22 @@ def test_values_reach_vllm_with_its_types() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("temperature", '"0.5"'),
+        ("temperature", '"hot"'),
+        ("temperature", '"NaN"'),
+        ("temperature", '"1e999"'),
+        ("temperature", '" 1"'),
+        ("temperature", '""'),
         ("temperature", "true"),
         ("temperature", "1e999"),
         ("top_k", "20.0"),
         ("top_k", "true"),
-        ("max_tokens", '"16"'),
+        ("max_tokens", '"16.0"'),
+        ("max_tokens", '"0x10"'),
+        ("max_tokens", '"99999999999999999999"'),
         ("max_tokens", "99999999999999999999999"),
         ("seed", "1e3"),
         ("ignore_eos", "1"),
+        ("ignore_eos", '"yes"'),
         ("stop", "5"),
         ("stop", "[1]"),
         ("stop_token_ids", "[1, true]"),
@@ -94,6 +107,7 @@ def test_values_reach_vllm_with_its_types() -> None:
         ("logit_bias", '{"-1": 1}'),
         ("logit_bias", '{"1": "2"}'),
         ("structured_outputs", '"json"'),
+        ("structured_outputs", "[1]"),
         ("repetition_detection", "1"),
     ],
 )
@@ -165,9 +179,94 @@ def test_keys_the_server_needs_for_itself_are_refused_with_a_reason(key: str) ->
     assert error.problem == f"cannot be set: {sampling.REFUSED[key]}"
 
 
-@pytest.mark.parametrize("value", ['{"regex": "a", "choice": ["b"]}', '{"schema": {}}', "{}"])
-def test_a_wrong_constraint_is_refused(value: str) -> None:
-    assert refusal(f'{{"structured_outputs": {value}}}').field == "sampling_parameters.structured_outputs"
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [
+        ('{"regex": "a", "choice": ["b"]}', ""),
+        ("{}", ""),
+        ('{"disable_any_whitespace": true}', ""),
+        ('{"schema": {}}', ".schema"),
+        ('{"json": 7}', ".json"),
+        ('{"json": null, "regex": "a"}', ".json"),
+        ('{"regex": 7}', ".regex"),
+        ('{"choice": "yes"}', ".choice"),
+        ('{"choice": []}', ".choice"),
+        ('{"choice": ["a", 1]}', ".choice"),
+        ('{"choice": [""]}', ".choice"),
+        ('{"json_object": false}', ".json_object"),
+        ('{"grammar": {}}', ".grammar"),
+        ('{"regex": "a", "disable_any_whitespace": 1}', ".disable_any_whitespace"),
+    ],
+)
+def test_a_wrong_constraint_is_refused(value: str, key: str) -> None:
+    error = refusal(f'{{"structured_outputs": {value}}}')
+    assert error.field == f"sampling_parameters.structured_outputs{key}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"structured_outputs": {"json": {"type": "object"}}}',
+        '{"structured_outputs": "{\\"json\\": {\\"type\\": \\"object\\"}}"}',
+        '{"guided_decoding": {"json": {"type": "object"}}}',
+        '{"guided_decoding": {"json": {"type": "object"}, "backend": "auto"}}',
+        '{"guided_decoding": "{\\"json\\": {\\"type\\": \\"object\\"}}", "structured_outputs": null}',
+    ],
+)
+def test_every_spelling_of_structured_outputs(text: str) -> None:
+    assert parse(text).structured_outputs.json == {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ('{"guided_decoding": {"regex": "a"}, "structured_outputs": {"regex": "a"}}', "guided_decoding"),
+        ('{"guided_decoding": {"regex": "a", "backend": "outlines"}}', "guided_decoding.backend"),
+        ('{"guided_decoding": 5}', "guided_decoding"),
+        ('{"guided_decoding": {"regex": 5}}', "structured_outputs.regex"),
+    ],
+)
+def test_guided_decoding_is_held_to_the_same(text: str, field: str) -> None:
+    assert refusal(text).field == f"sampling_parameters.{field}"
+
+
+def test_numbers_and_booleans_may_come_in_quotes_as_in_tritons_vllm_backend() -> None:
+    params = parse(
+        '{"temperature": "0.1", "top_p": "1", "min_p": ".5", "repetition_penalty": "1e0", "max_tokens": "7",'
+        ' "seed": "-3", "ignore_eos": "true", "skip_special_tokens": "False", "stop": "5"}'
+    )
+    assert (params.temperature, params.top_p, params.min_p, params.repetition_penalty) == (0.1, 1, 0.5, 1)
+    assert (params.max_tokens, params.seed) == (7, -3)
+    assert params.ignore_eos is True
+    assert params.skip_special_tokens is False
+    assert params.stop == ["5"]
+
+
+def test_lora_name_is_split_off() -> None:
+    sampling = read('{"lora_name": "poet", "max_tokens": 7}', {"poet": object()})
+    assert sampling.lora_name == "poet"
+    assert sampling.params.max_tokens == 7
+    assert read('{"lora_name": null}').lora_name is None
+    assert read(None, {"poet": object()}).lora_name is None
+
+
+@pytest.mark.parametrize(
+    ("name", "adapters", "problem"),
+    [
+        ('"poet"', None, "LoRA feature is not enabled."),
+        (
+            '"nobody"',
+            {"poet": 1, "cook": 2},
+            "LoRA nobody is not supported, we currently support ['poet', 'cook']",
+        ),
+        ('""', {"poet": 1}, "LoRA  is not supported, we currently support ['poet']"),
+        ("1", {"poet": 1}, "expected a string, got 1"),
+    ],
+)
+def test_an_adapter_that_is_not_served(name: str, adapters: dict[str, int] | None, problem: str) -> None:
+    error = refusal(f'{{"lora_name": {name}}}', adapters)
+    assert error.field == "sampling_parameters.lora_name"
+    assert error.problem == problem
 
 
 def test_min_tokens_beyond_the_context_is_refused() -> None:

@@ -15,21 +15,36 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from minicpmo_triton.errors import Cancelled, MiniCPMOError, Unavailable
 from minicpmo_triton.llm import process
 from minicpmo_triton.llm.engine_args import merge_engine_args, read_engine_args
-from minicpmo_triton.llm.generation import Generation, Prompt, build_prompt, validate
+from minicpmo_triton.llm.generation import Generation, Prompt, build_prompt, engine_input, validate
 from minicpmo_triton.llm.increment import Increment, to_increment
 from minicpmo_triton.llm.loop import RunningLLM, start_llm
-from minicpmo_triton.llm.sampling import parse_sampling_parameters, refused_by_vllm
+from minicpmo_triton.llm.lora import lora_engine_args, lora_requests, read_lora_adapters
+from minicpmo_triton.llm.sampling import Sampling, parse_sampling_parameters, refused_by_vllm
+from minicpmo_triton.llm.stats import EngineStats, OnStats
+from minicpmo_triton.llm.thinking import AnswerSplitter, begins_thinking
 from minicpmo_triton.llm.view import open_view
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-__all__ = ["Engine", "Generation", "Handle", "Increment", "read_engine_args", "validate"]
+__all__ = [
+    "AnswerSplitter",
+    "Engine",
+    "EngineStats",
+    "Generation",
+    "Handle",
+    "Increment",
+    "Sampling",
+    "read_engine_args",
+    "read_lora_adapters",
+    "validate",
+]
 
 OnOutput = Callable[[Increment], None]
 OnDone = Callable[["MiniCPMOError | None"], None]
@@ -78,23 +93,29 @@ class Engine:
         engine_args: Mapping[str, Any],
         dtype: str,
         env: Mapping[str, str] = os.environ,
+        *,
+        lora_adapters: Mapping[str, Path] = MappingProxyType({}),
+        on_stats: OnStats | None = None,
     ) -> Engine:
         """Start vLLM on a local checkpoint folder and wait until it is ready (tens of seconds).
 
         ``engine_args`` are those of model.json, ``MINICPMO_ENGINE_ARGS`` in ``env`` wins; ``dtype`` is
-        ``bfloat16`` or ``float32``. Raises :class:`ConfigError` for an argument,
-        :class:`CheckpointError` for the folder, and otherwise :class:`MiniCPMOError` with the reason
-        that vLLM, or its engine's process, gives.
+        ``bfloat16`` or ``float32``. ``lora_adapters`` (see :func:`read_lora_adapters`) are loaded now and
+        need the argument ``enable_lora``. ``on_stats`` gets a record after every iteration, on the
+        engine's loop, so it must be quick; None costs nothing. Raises :class:`ConfigError` for an argument
+        or an adapter, :class:`CheckpointError` for the folder, and otherwise :class:`MiniCPMOError` with
+        the reason that vLLM, or its engine's process, gives.
         """
         process.prepare_process()
         args = merge_engine_args(engine_args, env)
+        args |= lora_engine_args(args, lora_adapters)
         view = open_view(checkpoint_dir, with_weights=args.get("load_format") != "dummy")
         args |= {"model": view.name, "tokenizer": view.name, "dtype": dtype, "enable_prompt_embeds": True}
         try:
             with process.engine_environment(_failure_log(view)):
                 # No name for what runs here: frames of this function live on in tracebacks that
                 # vLLM's imports keep, and with them AsyncLLM would outlive shutdown.
-                return cls(start_llm(args), view)
+                return cls(start_llm(args, lora_requests(lora_adapters), on_stats), view)
         except BaseException as error:
             reason = process.first_failure(_failure_log(view)) or process.one_line(error)
             view.cleanup()
@@ -102,7 +123,7 @@ class Engine:
                 raise
             raise MiniCPMOError(f"vLLM could not start: {reason}") from error
 
-    def sampling(self, text: bytes | str | None, num_input_tokens: int) -> SamplingParams:
+    def sampling(self, text: bytes | str | None, num_input_tokens: int) -> Sampling:
         """Parse ``sampling_parameters`` with the checkpoint's defaults and this engine's context."""
         return parse_sampling_parameters(
             text,
@@ -110,7 +131,13 @@ class Engine:
             num_input_tokens=num_input_tokens,
             max_model_len=self.facts.max_model_len,
             vocab_size=self.facts.vocab_size,
+            adapters=self.facts.adapters,
         )
+
+    def answer_splitter(self, generation: Generation) -> AnswerSplitter:
+        """Splits this request's increments, each once and in order, into thinking and answer."""
+        tokens = self.facts.thinking_tokens
+        return AnswerSplitter(tokens, tokens is not None and begins_thinking(generation.input_ids, tokens))
 
     def submit(self, generation: Generation, on_output: OnOutput, on_done: OnDone) -> Handle:
         """Check and queue a request; returns at once and raises nothing about the request.
@@ -187,8 +214,9 @@ class Engine:
     async def _generate(
         self, handle: Handle, generation: Generation, prompt: Prompt, on_output: OnOutput
     ) -> None:
-        params = _with_output_kind(generation.sampling, generation.stream)
-        outputs = self._llm.generate(_engine_input(prompt), params, handle.request_id)
+        params = _with_output_kind(generation.sampling.params, generation.stream)
+        adapter = self.facts.adapter(generation.sampling.lora_name)
+        outputs = self._llm.generate(engine_input(prompt), params, handle.request_id, lora_request=adapter)
         async with contextlib.aclosing(outputs):  # aborts in the engine if anything below raises
             async for output in outputs:
                 increment = to_increment(output, len(prompt.token_ids))
@@ -233,14 +261,6 @@ class Engine:
         if tasks:
             await asyncio.wait(tasks, timeout=_ABORT_TIMEOUT_S)
         self._llm.shutdown()
-
-
-def _engine_input(prompt: Prompt) -> Any:
-    from vllm.inputs import embeds_input, tokens_input
-
-    if prompt.embeds is None:
-        return tokens_input(prompt.token_ids)
-    return embeds_input(prompt.embeds, prompt_token_ids=prompt.token_ids, is_token_ids=prompt.is_token_id)
 
 
 def _with_output_kind(sampling: SamplingParams, stream: bool) -> SamplingParams:

@@ -51,8 +51,13 @@ def merge_engine_args(engine_args: Mapping[str, Any], env: Mapping[str, str]) ->
                 raise ConfigError(f"{source}: {key} cannot be set here: {_OURS[key]}")
             if key not in known:
                 raise ConfigError(f"{source}: unknown engine argument {key}")
-        merged.update(args)
+        merged.update({key: _unquote(value) for key, value in args.items()})
     return merged
+
+
+def _unquote(value: Any) -> Any:
+    # The samples of Triton's vLLM backend write booleans in quotes; to vLLM "false" would be true.
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _parse_object(text: str, source: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from minicpmo_triton.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
+    from minicpmo_triton.llm.sampling import Sampling
 
 EMBEDS_DTYPES = (torch.bfloat16, torch.float32)
 
@@ -31,7 +31,7 @@ class Generation:
     audio_positions: NDArray[np.int32]  # [N]
     image_embeds: torch.Tensor  # [N, H] bfloat16 or float32, any device
     audio_embeds: torch.Tensor  # [N, H]
-    sampling: SamplingParams
+    sampling: Sampling
     stream: bool
 
     def embeddings(self) -> Iterator[tuple[str, NDArray[np.int32], torch.Tensor]]:
@@ -46,7 +46,7 @@ class Prompt:
 
     token_ids: list[int]
     is_token_id: list[bool] | None = None  # False where embeds holds the input
-    embeds: torch.Tensor | None = None  # [T, H] on the CPU, zero where the token id counts
+    embeds: torch.Tensor | None = None  # [T, H] on the CPU, NaN and zeros where the token id counts
 
 
 def validate(generation: Generation, *, hidden_size: int, vocab_size: int, max_model_len: int) -> None:
@@ -76,7 +76,9 @@ def validate(generation: Generation, *, hidden_size: int, vocab_size: int, max_m
 def build_prompt(generation: Generation, dtype: torch.dtype) -> Prompt:
     """Scatter the embeddings of a valid request over its placeholders; one copy of each row.
 
-    Rows of token positions are zeros, never uninitialised: vLLM's prefix cache hashes all of them.
+    vLLM's prefix cache knows a block by its token ids and all of its rows, but not by which of the two
+    counts at a position, so a row of a token position begins with NaN: no row of a client does, and a
+    prompt of embeddings never passes for one of text. vLLM does not compute with these rows.
     """
     ids = generation.input_ids
     token_ids = ids.tolist()
@@ -84,12 +86,22 @@ def build_prompt(generation: Generation, dtype: torch.dtype) -> Prompt:
     if not rows:
         return Prompt(token_ids)
     embeds_of_prompt = torch.zeros(ids.size, rows[0][1].shape[1], dtype=dtype)
+    embeds_of_prompt[:, 0] = torch.nan
     is_token_id = np.ones(ids.size, dtype=np.bool_)
     for positions, embeds in rows:
         index = torch.from_numpy(positions.astype(np.int64))
         embeds_of_prompt.index_copy_(0, index, embeds.detach().to("cpu", dtype))
         is_token_id[positions] = False
     return Prompt(token_ids, is_token_id.tolist(), embeds_of_prompt)
+
+
+def engine_input(prompt: Prompt) -> Any:
+    """The prompt as vLLM's AsyncLLM takes it."""
+    from vllm.inputs import embeds_input, tokens_input
+
+    if prompt.embeds is None:
+        return tokens_input(prompt.token_ids)
+    return embeds_input(prompt.embeds, prompt_token_ids=prompt.token_ids, is_token_ids=prompt.is_token_id)
 
 
 def _check_embeds(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -15,8 +15,11 @@ import torch
 
 from minicpmo_triton.errors import ConfigError
 from minicpmo_triton.llm.process import one_line
+from minicpmo_triton.llm.stats import OnStats, stat_logger
+from minicpmo_triton.llm.thinking import END_TAG, START_TAG, TURN_TAG, ThinkingTokens
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 
@@ -32,6 +35,12 @@ class ModelFacts:
     max_model_len: int  # prompt and answer together, tokens
     dtype: torch.dtype
     sampling_defaults: Mapping[str, Any]  # of the checkpoint's generation_config.json
+    thinking_tokens: ThinkingTokens | None  # None where the tokenizer has no such tags
+    adapters: Mapping[str, LoRARequest] | None  # by name; None where LoRA is off
+
+    def adapter(self, name: str | None) -> LoRARequest | None:
+        """The LoRA adapter of a checked name; None for none."""
+        return None if name is None or self.adapters is None else self.adapters[name]
 
 
 @dataclass(frozen=True)
@@ -51,11 +60,15 @@ class RunningLLM:
         _reap(self.processes)
 
 
-def start_llm(args: Mapping[str, Any]) -> RunningLLM:
+def start_llm(
+    args: Mapping[str, Any], adapters: Mapping[str, LoRARequest], on_stats: OnStats | None
+) -> RunningLLM:
     """Start AsyncLLM with these engine arguments and wait for it; whatever vLLM raises comes out."""
     started: Future[tuple[AsyncLLM, ModelFacts, asyncio.AbstractEventLoop]] = Future()
     others = set(multiprocessing.active_children())
-    thread = threading.Thread(target=_run, args=(args, started), name="vllm-loop", daemon=True)
+    thread = threading.Thread(
+        target=_run, args=(_start(args, adapters, on_stats), started), name="vllm-loop", daemon=True
+    )
     thread.start()
     try:
         llm, facts, loop = started.result()
@@ -77,12 +90,13 @@ def _reap(processes: Iterable[BaseProcess]) -> None:
 
 
 def _run(
-    args: Mapping[str, Any], started: Future[tuple[AsyncLLM, ModelFacts, asyncio.AbstractEventLoop]]
+    start: Coroutine[Any, Any, tuple[AsyncLLM, ModelFacts]],
+    started: Future[tuple[AsyncLLM, ModelFacts, asyncio.AbstractEventLoop]],
 ) -> None:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     try:
-        llm, facts = loop.run_until_complete(_start(args))
+        llm, facts = loop.run_until_complete(start)
     except BaseException as error:
         started.set_exception(error)
         _finish(loop)
@@ -94,7 +108,9 @@ def _run(
         _finish(loop)
 
 
-async def _start(args: Mapping[str, Any]) -> tuple[AsyncLLM, ModelFacts]:
+async def _start(
+    args: Mapping[str, Any], adapters: Mapping[str, LoRARequest], on_stats: OnStats | None
+) -> tuple[AsyncLLM, ModelFacts]:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -102,7 +118,14 @@ async def _start(args: Mapping[str, Any]) -> tuple[AsyncLLM, ModelFacts]:
         engine_args = AsyncEngineArgs(**args)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"engine arguments: {one_line(error)}") from error
-    llm = AsyncLLM.from_engine_args(engine_args)
+    # A logger of ours turns the statistics on, whatever disable_log_stats says of vLLM's own.
+    loggers = None if on_stats is None else [stat_logger(on_stats)]
+    llm = AsyncLLM.from_engine_args(engine_args, stat_loggers=loggers)
+    try:
+        await _load_adapters(llm, adapters)
+    except BaseException:
+        llm.shutdown()
+        raise
     config = llm.model_config  # as the engine settled it: max_model_len may have been fitted to memory
     facts = ModelFacts(
         hidden_size=config.get_hidden_size(),
@@ -110,8 +133,25 @@ async def _start(args: Mapping[str, Any]) -> tuple[AsyncLLM, ModelFacts]:
         max_model_len=config.max_model_len,
         dtype=config.dtype,
         sampling_defaults=config.get_diff_sampling_param(),
+        thinking_tokens=_thinking_tokens(llm.get_tokenizer().get_vocab()),
+        adapters=adapters if llm.vllm_config.lora_config else None,
     )
     return llm, facts
+
+
+async def _load_adapters(llm: AsyncLLM, adapters: Mapping[str, LoRARequest]) -> None:
+    if adapters and not llm.vllm_config.lora_config:
+        raise ConfigError("LoRA adapters need the engine argument enable_lora")
+    for name, request in adapters.items():
+        try:
+            await llm.add_lora(request)
+        except Exception as error:
+            raise ConfigError(f"LoRA adapter {name} cannot be loaded: {one_line(error)}") from error
+
+
+def _thinking_tokens(vocabulary: Mapping[str, int]) -> ThinkingTokens | None:
+    tags = (START_TAG, END_TAG, TURN_TAG)
+    return ThinkingTokens(*(vocabulary[tag] for tag in tags)) if all(t in vocabulary for t in tags) else None
 
 
 def _finish(loop: asyncio.AbstractEventLoop) -> None:

@@ -1,6 +1,7 @@
 """``sampling_parameters``: a JSON object from the client becomes vLLM's SamplingParams.
 
-Types are strict: a boolean is no integer, a number in quotes is no number, NaN is refused. ``null`` is
+Types are strict: a boolean is no integer, NaN is refused. As in Triton's vLLM backend a number or a
+boolean may come in quotes, ``structured_outputs`` as text, and ``lora_name`` names an adapter. ``null`` is
 the same as leaving a key out. Every refusal names ``sampling_parameters.<key>``.
 """
 
@@ -8,15 +9,29 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from minicpmo_triton.errors import InvalidArgument
+from minicpmo_triton.llm import structured
+from minicpmo_triton.llm.lora import check_lora_name
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
 FIELD = "sampling_parameters"
+LORA_NAME = "lora_name"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request is to be answered."""
+
+    params: SamplingParams
+    lora_name: str | None = None  # of an adapter that is served
 
 
 class Kind(NamedTuple):
@@ -83,7 +98,7 @@ ACCEPTED: dict[str, Kind] = {
     "spaces_between_special_tokens": _BOOL,
     "include_stop_str_in_output": _BOOL,
     "stream_interval": _INT,
-    "structured_outputs": _OBJECT,
+    structured.NAME: _OBJECT,
     "logit_bias": _BIAS,
     "allowed_token_ids": _INTS,
     "skip_reading_prefix_cache": _BOOL,
@@ -107,6 +122,7 @@ REFUSED: dict[str, str] = {
     "trace_decode_token_ids": "it is for debugging the engine",
 }
 
+_STRUCTURED_CHECK = "_validate_structured_outputs"  # vLLM's method of SamplingParams
 _TOKEN_KEYS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 
 
@@ -117,18 +133,23 @@ def parse_sampling_parameters(
     num_input_tokens: int,
     max_model_len: int,
     vocab_size: int,
-) -> SamplingParams:
-    """SamplingParams of one request; ``None`` or empty text takes the defaults.
+    adapters: Mapping[str, Any] | None = None,
+) -> Sampling:
+    """SamplingParams and adapter of one request; ``None`` or empty text takes the defaults.
 
-    ``defaults`` are the checkpoint's (``temperature``, ``top_k``, ``top_p``, …). As in vLLM's server,
-    ``max_tokens`` defaults to what the context leaves and a larger one is clamped to that. Raises
-    :class:`InvalidArgument` naming the key, with vLLM's reason where vLLM refuses the value.
+    ``defaults`` are the checkpoint's (``temperature``, ``top_k``, ``top_p``, …), ``adapters`` the LoRA
+    adapters by name, None where LoRA is off. As in vLLM's server, ``max_tokens`` defaults to what the
+    context leaves and a larger one is clamped to that. Raises :class:`InvalidArgument` naming the key,
+    with vLLM's reason where vLLM refuses the value.
     """
     from vllm import SamplingParams
 
     given = _parse_object(text)
+    lora_name = _take_lora_name(given, adapters)
+    structured.rename_old(given, FIELD)
     for key, value in given.items():
-        _check(key, value, SamplingParams.__struct_fields__)
+        given[key] = _unquote(key, value)
+        _check(key, given[key], SamplingParams.__struct_fields__)
     values = {**defaults, **{key: value for key, value in given.items() if value is not None}}
     _check_token_ids(values, vocab_size)
     available = max(max_model_len - num_input_tokens, 1)
@@ -140,15 +161,18 @@ def parse_sampling_parameters(
         )
     try:
         _convert(values)
-        return SamplingParams(**values)
+        return Sampling(SamplingParams(**values), lora_name)
     except _refusals() as error:
         raise refused_by_vllm(error) from error
 
 
 def refused_by_vllm(error: BaseException) -> InvalidArgument:
     """vLLM's refusal of a request, naming the sampling parameter where vLLM does."""
-    reason = str(error.args[0]) if error.args else str(error)
-    key = getattr(error, "parameter", None) or reason.split(maxsplit=1)[0].strip("`")
+    reason = " ".join((str(error.args[0]) if error.args else str(error)).split())
+    key = getattr(error, "parameter", None) or next(iter(reason.split(maxsplit=1)), "").strip("`")
+    # The reasons of the backends for structured outputs name no parameter.
+    if any(frame.f_code.co_name == _STRUCTURED_CHECK for frame, _ in traceback.walk_tb(error.__traceback__)):
+        key = structured.NAME
     return InvalidArgument(f"{FIELD}.{key}" if key in ACCEPTED else FIELD, reason)
 
 
@@ -180,17 +204,43 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
+def _take_lora_name(given: dict[str, Any], adapters: Mapping[str, Any] | None) -> str | None:
+    name = given.pop(LORA_NAME, None)
+    if name is not None and not isinstance(name, str):
+        raise InvalidArgument(f"{FIELD}.{LORA_NAME}", f"expected a string, got {json.dumps(name)[:60]}")
+    check_lora_name(name, adapters)
+    return name
+
+
+def _unquote(key: str, value: Any) -> Any:
+    """The number, boolean or object that a string spells, for a key of that type."""
+    if not isinstance(value, str):
+        return value
+    kind = ACCEPTED.get(key)
+    if kind is _BOOL:
+        return {"true": True, "false": False}.get(value.lower(), value)
+    if kind in (_INT, _NUMBER) and re.fullmatch(r"-?[0-9]{1,19}", value, re.ASCII):
+        return int(value)
+    if kind is _NUMBER and re.fullmatch(r"-?[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?", value, re.ASCII):
+        return float(value)
+    if key == structured.NAME:
+        return structured.as_object(value, f"{FIELD}.{key}")
+    return value
+
+
 def _check(key: str, value: Any, known: tuple[str, ...]) -> None:
     if key in REFUSED and key in known:
         raise InvalidArgument(f"{FIELD}.{key}", f"cannot be set: {REFUSED[key]}")
     kind = ACCEPTED.get(key)
     if kind is None or key not in known:
-        choices = ", ".join(name for name in ACCEPTED if name in known)
+        choices = ", ".join((*(name for name in ACCEPTED if name in known), LORA_NAME))
         raise InvalidArgument(f"{FIELD}.{key}", f"unknown key; known are {choices}")
     if value is not None and not kind.accepts(value):
         shown = json.dumps(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         raise InvalidArgument(f"{FIELD}.{key}", f"expected {kind.expected}, got {shown}")
+    if key == structured.NAME and value is not None:
+        structured.check_constraint(value, f"{FIELD}.{key}")
 
 
 def _check_token_ids(values: Mapping[str, Any], vocab_size: int) -> None:

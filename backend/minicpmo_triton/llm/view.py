@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from minicpmo_triton.errors import CheckpointError
 from minicpmo_triton.llm.plugin import ARCHITECTURE
+from minicpmo_triton.llm.thinking import END_TAG, START_TAG
 
 PREFIX = "llm."
 #: Parts of the checkpoint that other models read, or none (the talker).
@@ -23,6 +24,8 @@ OTHER_PREFIXES = ("vpm.", "resampler.", "apm.", "audio_projection_layer.", "tts.
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+_THINKING_TAGS = (START_TAG, END_TAG)
 
 _REQUIRED = (
     "vocab_size",
@@ -77,7 +80,8 @@ def open_view(checkpoint: Path, with_weights: bool = True) -> tempfile.Temporary
     try:
         _write_json(folder / "config.json", config)
         _write_json(folder / "tokenizer_config.json", _tokenizer_config(checkpoint))
-        for name in ("tokenizer.json", "generation_config.json", "special_tokens_map.json"):
+        _make_tokenizer(checkpoint, folder)
+        for name in ("generation_config.json", "special_tokens_map.json"):
             if (checkpoint / name).is_file():
                 _link(checkpoint / name, folder)
         for shard in sorted(set(shards.values())):
@@ -163,8 +167,31 @@ def _tokenizer_config(checkpoint: Path) -> dict[str, Any]:
     config = _read_json(path) if path.is_file() else {}
     for key in ("auto_map", "processor_class", "bad_token_ids"):
         config.pop(key, None)
+    for token in config.get("added_tokens_decoder", {}).values():
+        if token.get("content") in _THINKING_TAGS:
+            token["special"] = False
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     return config
+
+
+def _make_tokenizer(checkpoint: Path, folder: Path) -> None:
+    """tokenizer.json with the thinking tags as ordinary tokens.
+
+    The published tokenizer has them so; where they are special, answers would lack them by default and
+    nothing in the text would tell the thinking from the answer.
+    """
+    definition = _read_json(checkpoint / "tokenizer.json")
+    special = [
+        token
+        for token in definition.get("added_tokens", ())
+        if token.get("content") in _THINKING_TAGS and token.get("special")
+    ]
+    if not special:
+        _link(checkpoint / "tokenizer.json", folder)
+        return
+    for token in special:
+        token["special"] = False
+    _write_json(folder / "tokenizer.json", definition)
 
 
 def _link(source: Path, folder: Path) -> None:
