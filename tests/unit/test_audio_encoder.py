@@ -15,13 +15,13 @@ from minicpmo_triton.checkpoint import Checkpoint
 from minicpmo_triton.encoders import random_weights
 from minicpmo_triton.encoders.audio import (
     AudioModule,
-    BlockCausalMask,
-    block_causal_mask,
     num_positions,
     num_tokens,
     read_audio_config,
+    visible_ends,
 )
 from minicpmo_triton.encoders.batching import AudioEncoder, AudioItem
+from minicpmo_triton.encoders.kernels import MASK_ALIGNMENT, additive_mask
 from minicpmo_triton.errors import CheckpointError
 
 #: Seen: 5e-7 in float32. An error as small as the other form of GELU, or another epsilon, is over 1e-5.
@@ -39,8 +39,7 @@ def module(tiny_checkpoint: Path) -> AudioModule:
 
 def random_inputs(batch: int, num_frames: int, seed: int = 0) -> dict[str, torch.Tensor]:
     mel = torch.randn(batch, num_frames, 80, generator=torch.Generator().manual_seed(seed))
-    mask = block_causal_mask(num_positions(num_frames), 50, torch.float32)
-    return {"mel": mel, "attention_mask": mask}
+    return {"mel": mel, "visible_end": visible_ends(num_positions(num_frames), 50)}
 
 
 @pytest.mark.parametrize("name", ["audio", "audio_speech", "image_and_audio"])
@@ -68,7 +67,7 @@ def test_a_chunk_is_the_same_alone_and_in_a_batch(num_frames: int, module: Audio
     with torch.inference_mode():
         together = module(**inputs)
         for index in range(8):
-            alone = module(inputs["mel"][index : index + 1], inputs["attention_mask"])
+            alone = module(inputs["mel"][index : index + 1], inputs["visible_end"])
             assert relative_error(alone[0], together[index]) < 1e-6
 
 
@@ -91,33 +90,32 @@ def test_convolutions_and_pooling_are_torchs(module: AudioModule) -> None:
         x = F.gelu(F.conv1d(mel.mT, module.apm.conv1.weight, module.apm.conv1.bias, padding=1))
         x = F.gelu(F.conv1d(x, module.apm.conv2.weight, module.apm.conv2.bias, stride=2, padding=1)).mT
         x = x + module.apm.embed_positions.weight[: x.shape[1]]
-        mask = block_causal_mask(72, 50, torch.float32)
+        ends = visible_ends(72, 50)
+        mask = torch.zeros(72, 72).masked_fill(torch.arange(72) >= ends[:, None], -torch.inf)
         for layer in module.apm.layers:
-            x = layer(x, mask[..., :72])
+            x = x + layer.self_attn(layer.self_attn_layer_norm(x), mask)
+            x = x + layer.fc2(F.gelu(layer.fc1(layer.final_layer_norm(x))))
         projection = module.audio_projection_layer
         x = projection.linear2(F.relu(projection.linear1(module.apm.layer_norm(x))))
         expected = F.avg_pool1d(x.mT, 5, 5).mT
-        assert relative_error(module(mel, mask), expected) < 1e-5
+        assert relative_error(module(mel, ends), expected) < 1e-5
 
 
-def test_the_mask_lets_a_position_see_its_block_and_those_before() -> None:
-    mask = block_causal_mask(123, 50, torch.float32)
-    assert mask.shape == (1, 1, 123, 128)
-    for position in (0, 49, 50, 99, 100, 122):
-        end = (position // 50 + 1) * 50
-        assert (mask[0, 0, position, :end] == 0).all()
-        assert mask[0, 0, position, end:].isneginf().all()
+def test_a_position_sees_its_block_and_those_before() -> None:
+    ends = visible_ends(123, 50)
+    assert ends.dtype == torch.int32
+    assert ends[[0, 49, 50, 99, 100, 122]].tolist() == [50, 50, 100, 100, 150, 150]
 
 
-@pytest.mark.parametrize("length", [1, 5, 50, 51, 1499, 1500])
-def test_the_mask_of_a_shorter_chunk_is_a_view_that_kernels_take_as_it_is(length: int) -> None:
-    masks = BlockCausalMask(1500, 50, torch.bfloat16, torch.device("cpu"))
-    mask = masks.of(length)
-    assert torch.equal(mask, block_causal_mask(length, 50, torch.bfloat16))
-    assert mask.data_ptr() == masks.of(1500).data_ptr()
-    # The rule of SDPA's memory-efficient kernel, for the view and for a packed copy of it.
-    for tensor in (mask, mask.contiguous()):
-        assert tensor.stride(-2) % 8 == 0
+@pytest.mark.parametrize("length", [1, 5, 50, 51, 123])
+def test_the_additive_mask_hides_what_comes_later(length: int) -> None:
+    ends = visible_ends(length, 50)
+    mask = additive_mask(ends, torch.bfloat16)
+    assert mask.shape == (1, 1, length, length)
+    assert mask.stride(-2) % MASK_ALIGNMENT == 0  # SDPA's kernels take it as it is
+    for row, end in zip(mask[0, 0], ends.tolist(), strict=True):
+        assert (row[:end] == 0).all()
+        assert row[end:].isneginf().all()
 
 
 def test_later_audio_does_not_reach_earlier_blocks(module: AudioModule) -> None:
@@ -126,7 +124,7 @@ def test_later_audio_does_not_reach_earlier_blocks(module: AudioModule) -> None:
     changed[:, 203:] += 1.0  # the convolutions see 3 frames ahead; block 2 starts at frame 200
     with torch.inference_mode():
         before = module(**inputs)
-        after = module(changed, inputs["attention_mask"])
+        after = module(changed, inputs["visible_end"])
     assert torch.equal(before[:, :20], after[:, :20])
     assert (before[:, 20:] != after[:, 20:]).any(dim=-1).all()
 

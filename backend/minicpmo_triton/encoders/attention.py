@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minicpmo_triton.encoders.kernels import Switchable, attend
 
-class SelfAttention(nn.Module):
+
+class SelfAttention(Switchable):
     """Multi-head self-attention, loaded under the checkpoint's names and then fused.
 
     :meth:`fuse` must run once the weights are there; it puts query, key and value into one matrix, so
@@ -34,12 +36,10 @@ class SelfAttention(nn.Module):
         self.register_buffer("qkv_weight", weights)
         self.register_buffer("qkv_bias", torch.cat(biases))
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """x [B, L, D], additive mask broadcast to [B, heads, L, L] -> [B, L, D]."""
+    def forward(self, x: Tensor, visible: Tensor | None) -> Tensor:
+        """x [B, L, D] -> [B, L, D]; ``visible`` of :func:`~minicpmo_triton.encoders.kernels.visibility`."""
         qkv = F.linear(x, self.get_buffer("qkv_weight"), self.get_buffer("qkv_bias"))
-        q, k, v = qkv.view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)  # each [B, h, L, d]
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        output: Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
+        output: Tensor = self.out_proj(attend(qkv, self.heads, visible, self.kernels))
         return output
 
 

@@ -7,6 +7,7 @@ The forward pass is safe to capture in a CUDA graph; see :mod:`minicpmo_triton.e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +15,22 @@ from torch import Tensor, nn
 
 from minicpmo_triton.checkpoint import Checkpoint
 from minicpmo_triton.encoders.attention import SelfAttention, fuse_attention
+from minicpmo_triton.encoders.kernels import (
+    AUDIO_KERNELS,
+    KernelChoice,
+    Switchable,
+    add_norm,
+    linear_gelu,
+    runs_kernels,
+    use_kernels,
+    visibility,
+    windows,
+)
 from minicpmo_triton.errors import CheckpointError
 from minicpmo_triton.schema import MAX_MEL_FRAMES, MEL_BINS
 
 LAYER_NORM_EPS = 1e-5
 POSITIONS_PER_SECOND = 50
-#: SDPA's kernels take a mask as it is only if its rows start at multiples of this many values.
-MASK_ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -81,30 +91,38 @@ def num_tokens(num_frames: int, pool_step: int) -> int:
     return num_positions(num_frames) // pool_step
 
 
-def block_causal_mask(length: int, block: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask [1, 1, length, length rounded up to :data:`MASK_ALIGNMENT`] on the CPU.
+def visible_ends(length: int, block: int) -> Tensor:
+    """int32 [length] on the CPU: position i sees those before ``(i // block + 1) * block``.
 
-    Position i sees the positions before ``(i // block + 1) * block``: its own block and all earlier
-    ones. The mask of a shorter chunk is its upper left part.
+    Those are its own block's and all earlier ones'. An end may lie beyond ``length``, so the ends of a
+    shorter chunk are the first of a longer one's.
     """
-    width = -(-length // MASK_ALIGNMENT) * MASK_ALIGNMENT
-    query, key = torch.arange(length)[:, None], torch.arange(width)[None]
-    mask = torch.zeros(length, width, dtype=dtype)
-    mask.masked_fill_(key >= (query // block + 1) * block, float("-inf"))
-    return mask[None, None]
+    return (torch.arange(length, dtype=torch.int32) // block + 1) * block
 
 
-def _convolve(x: Tensor, convolution: nn.Conv1d, stride: int) -> Tensor:
-    """x [B, L, C] -> [B, ceil(L / stride), D]: the convolution (width 3, padding 1) as one product.
+class Convolution(nn.Conv1d):
+    """Width 3 and padding 1, as one product and in layout [B, L, C].
 
     cuDNN would look for a plan at each length it has not met; a product has no such cost, and
     needs no transposition.
     """
-    windows = F.pad(x, (0, 0, 1, 1)).unfold(1, 3, stride).flatten(2)  # [B, L, C * 3]
-    return F.gelu(F.linear(windows, convolution.weight.flatten(1), convolution.bias))
+
+    def __init__(self, channels: int, dim: int, stride: int) -> None:
+        super().__init__(channels, dim, 3, stride=stride, padding=1)
+
+    def prepare(self) -> None:
+        """Lay the weights out as the windows are."""
+        weight = self.weight.detach().transpose(1, 2).flatten(1).contiguous()  # [D, 3 * C]
+        self.register_buffer("windows_weight", weight, persistent=False)
+
+    def embed(self, x: Tensor, choice: KernelChoice) -> Tensor:
+        """x [B, L, C] of any type -> GELU of the convolution [B, ceil(L / stride), D]."""
+        weight, bias = self.get_buffer("windows_weight"), self.bias
+        assert bias is not None
+        return linear_gelu(windows(x, self.stride[0], weight.dtype, choice), weight, bias, "none", choice)
 
 
-class AudioLayer(nn.Module):
+class AudioLayer(Switchable):
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         dim = config.d_model
@@ -114,32 +132,38 @@ class AudioLayer(nn.Module):
         self.fc2 = nn.Linear(config.encoder_ffn_dim, dim)
         self.final_layer_norm = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = x + self.self_attn(self.self_attn_layer_norm(x), mask)
-        output: Tensor = x + self.fc2(F.gelu(self.fc1(self.final_layer_norm(x))))
-        return output
+    def forward(
+        self, x: Tensor, normed: Tensor, visible: Tensor, next_norm: nn.LayerNorm
+    ) -> tuple[Tensor, Tensor]:
+        """x and its first layer norm -> this layer's output and ``next_norm`` of it, all [B, L, D]."""
+        x, normed = add_norm(x, self.self_attn(normed, visible), self.final_layer_norm, self.kernels)
+        inner = linear_gelu(normed, self.fc1.weight, self.fc1.bias, "none", self.kernels)
+        return add_norm(x, self.fc2(inner), next_norm, self.kernels)
 
 
-class AudioTower(nn.Module):
+class AudioTower(Switchable):
     """Whisper's encoder."""
 
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         dim = config.d_model
-        self.conv1 = nn.Conv1d(config.num_mel_bins, dim, 3, padding=1)
-        self.conv2 = nn.Conv1d(dim, dim, 3, stride=2, padding=1)
+        self.conv1 = Convolution(config.num_mel_bins, dim, stride=1)
+        self.conv2 = Convolution(dim, dim, stride=2)
         self.embed_positions = nn.Embedding(config.max_source_positions, dim)
         self.layers = nn.ModuleList(AudioLayer(config) for _ in range(config.encoder_layers))
         self.layer_norm = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
 
-    def forward(self, mel: Tensor, mask: Tensor) -> Tensor:
-        """mel [B, F, 80] in the weights' type, mask [1, 1, L, L or more] -> [B, L, D]."""
-        x = _convolve(_convolve(mel, self.conv1, stride=1), self.conv2, stride=2)
-        length = x.shape[1]
-        x = x + self.embed_positions.weight[:length]
-        for layer in self.layers:
-            x = layer(x, mask[..., :length])
-        output: Tensor = self.layer_norm(x)
+    def forward(self, mel: Tensor, visible_end: Tensor) -> Tensor:
+        """mel float32 [B, F, 80], visible_end int32 [L] -> [B, L, D]."""
+        x = self.conv2.embed(self.conv1.embed(mel, self.kernels), self.kernels)
+        positions = self.embed_positions.weight[: x.shape[1]].expand_as(x)
+        visible = visibility(visible_end, x, self.kernels)
+        layers = cast(list[AudioLayer], list(self.layers))
+        norms = [layer.self_attn_layer_norm for layer in layers]
+        x, normed = add_norm(x, positions, norms[0], self.kernels)
+        for layer, next_norm in zip(layers, [*norms[1:], self.layer_norm], strict=True):
+            x, normed = layer(x, normed, visible, next_norm)
+        output: Tensor = normed
         return output
 
 
@@ -189,30 +213,34 @@ class AudioModule(nn.Module):
         checkpoint.load_module(module.audio_projection_layer, "audio_projection_layer.", dtype, device)
         return module.prepare()
 
-    def prepare(self) -> AudioModule:
-        """Fuse the projections."""
+    def prepare(self, kernels: KernelChoice = AUDIO_KERNELS) -> AudioModule:
+        """Lay the weights out as the forward pass reads them, and compile its kernels."""
         fuse_attention(self)
-        return self.requires_grad_(False).eval()
+        self.apm.conv1.prepare()
+        self.apm.conv2.prepare()
+        self.requires_grad_(False).eval()
+        self.use_kernels(kernels)
+        return self
 
-    def forward(self, mel: Tensor, attention_mask: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def use_kernels(self, choice: KernelChoice) -> KernelChoice:
+        """Compute as ``choice`` says if it runs here, and compile it now: a capture must not."""
+        return use_kernels(self, choice, self._try)
+
+    def _try(self) -> None:
+        weight = self.apm.conv1.weight
+        for num_frames in (20, 400) if runs_kernels(weight) else ():  # few rows and many
+            mel = torch.zeros(1, num_frames, MEL_BINS, device=weight.device)
+            ends = visible_ends(num_positions(num_frames), self.block_positions)
+            self.forward(mel, ends.to(weight.device))
+
+    def forward(self, mel: Tensor, visible_end: Tensor) -> Tensor:
         """Encode chunks of F frames.
 
-        mel float32 [B, F, 80]; attention_mask additive [1, 1, L, L rounded up], see
-        :class:`BlockCausalMask`, with L of :func:`num_positions`. Returns [B, T, hidden_size] with T
-        of :func:`num_tokens`, in the weights' type.
+        mel float32 [B, F, 80]; visible_end int32 [L], see :func:`visible_ends`, with L of
+        :func:`num_positions`. Returns [B, T, hidden_size] with T of :func:`num_tokens`, in the
+        weights' type.
         """
-        features = self.apm(mel.to(self.apm.conv1.weight.dtype), attention_mask)
+        features = self.apm(mel, visible_end)
         output: Tensor = self.audio_projection_layer(features)
         return output
-
-
-class BlockCausalMask:
-    """The mask of the longest chunk on the device; every shorter chunk's mask is a view of it."""
-
-    def __init__(self, max_positions: int, block: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._longest = block_causal_mask(max_positions, block, dtype).to(device)
-
-    def of(self, length: int) -> Tensor:
-        """[1, 1, length, length rounded up to :data:`MASK_ALIGNMENT`]; do not write to it."""
-        width = -(-length // MASK_ALIGNMENT) * MASK_ALIGNMENT
-        return self._longest[:, :, :length, :width]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from minicpmo_triton.checkpoint import Checkpoint
-from minicpmo_triton.encoders.audio import AudioModule, BlockCausalMask, num_positions, num_tokens
+from minicpmo_triton.encoders.audio import AudioModule, num_positions, num_tokens, visible_ends
 from minicpmo_triton.encoders.vision import MAX_SLICE_PATCHES, Grid, PositionCache, VisionModule
 from minicpmo_triton.errors import InvalidArgument
 from minicpmo_triton.graphs.device import Forward
@@ -215,7 +215,7 @@ class AudioEncoder(_Encoder[AudioItem]):
         """``module`` holds its weights and is prepared; ``wrap`` gets its forward once."""
         super().__init__(module, module.hidden_size, wrap)
         self._pool_step = module.pool_step
-        self._mask = BlockCausalMask(module.max_positions, module.block_positions, self.dtype, self.device)
+        self._visible_ends = visible_ends(module.max_positions, module.block_positions).to(self.device)
 
     @classmethod
     def from_checkpoint(
@@ -242,7 +242,7 @@ class AudioEncoder(_Encoder[AudioItem]):
 
     def _inputs(self, pieces: Sequence[Piece]) -> Mapping[str, Tensor]:
         mel = self._stacked(pieces, torch.float32)
-        return {"mel": mel, "attention_mask": self._mask.of(num_positions(mel.shape[1]))}
+        return {"mel": mel, "visible_end": self._visible_ends[: num_positions(mel.shape[1])]}
 
 
 def _checked(

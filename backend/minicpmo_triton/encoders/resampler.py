@@ -33,12 +33,18 @@ class PackedAttention(nn.Module):
         self.in_proj_bias = nn.Parameter(torch.empty(3 * dim))
         self.out_proj = nn.Linear(dim, dim)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [Q, D], the same for every slice; key and value [B, N, D] -> [B, Q, D]."""
-        weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
-        q, k, v = (  # [h, Q, d], [B, h, N, d] twice
+    def project_query(self, query: Tensor) -> Tensor:
+        """query [Q, D] -> [heads, Q, d]."""
+        return self._heads_apart(
+            F.linear(query, self.in_proj_weight.chunk(3)[0], self.in_proj_bias.chunk(3)[0])
+        )
+
+    def forward(self, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """q of :meth:`project_query`, the same for every slice; key and value [B, N, D] -> [B, Q, D]."""
+        weights, biases = self.in_proj_weight.chunk(3)[1:], self.in_proj_bias.chunk(3)[1:]
+        k, v = (  # [B, h, N, d]
             self._heads_apart(F.linear(inputs, weight, bias))
-            for inputs, weight, bias in zip((query, key, value), weights, biases, strict=True)
+            for inputs, weight, bias in zip((key, value), weights, biases, strict=True)
         )
         attended = F.scaled_dot_product_attention(q.expand(len(k), -1, -1, -1), k, v)
         output: Tensor = self.out_proj(attended.transpose(1, 2).flatten(2))
@@ -62,9 +68,15 @@ class Resampler(nn.Module):
         self.ln_kv = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
         self.ln_post = nn.LayerNorm(dim, eps=LAYER_NORM_EPS)
 
+    def prepare(self) -> None:
+        """Project the queries, which depend on nothing but the weights."""
+        with torch.no_grad():
+            q = self.attn.project_query(self.ln_q(self.query))
+        self.register_buffer("projected_query", q, persistent=False)
+
     def forward(self, features: Tensor, positions: Tensor) -> Tensor:
         """features [B, N, vision dim], positions [B, N, D] -> [B, num_queries, D]."""
         values = self.ln_kv(self.kv_proj(features))
-        attended = self.attn(self.ln_q(self.query), values + positions, values)
+        attended = self.attn(self.get_buffer("projected_query"), values + positions, values)
         output: Tensor = self.ln_post(attended) @ self.proj
         return output

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,20 @@ from torch import Tensor, nn
 
 from minicpmo_triton.checkpoint import Checkpoint
 from minicpmo_triton.encoders.attention import SelfAttention, fuse_attention
+from minicpmo_triton.encoders.kernels import (
+    ROW_ALIGNMENT,
+    VISION_KERNELS,
+    KernelChoice,
+    Switchable,
+    add_norm,
+    linear_gelu,
+    runs_kernels,
+    scale_patches,
+    use_kernels,
+)
 from minicpmo_triton.encoders.resampler import HEAD_DIM, Resampler, sincos_table
 from minicpmo_triton.errors import CheckpointError
-from minicpmo_triton.schema import PATCH_SIZE
+from minicpmo_triton.schema import PATCH_SIZE, PATCH_VALUES
 
 #: Patches of one slice at most: as many as the tower has positions. Also bounds its longer side.
 MAX_SLICE_PATCHES = 4900
@@ -77,18 +89,18 @@ def read_vision_config(checkpoint: Checkpoint) -> tuple[VisionConfig, TowerConfi
     return config, tower
 
 
-class Mlp(nn.Module):
+class Mlp(Switchable):
     def __init__(self, dim: int, inner: int) -> None:
         super().__init__()
         self.fc1 = nn.Linear(dim, inner)
         self.fc2 = nn.Linear(inner, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+        output: Tensor = self.fc2(linear_gelu(x, self.fc1.weight, self.fc1.bias, "tanh", self.kernels))
         return output
 
 
-class VisionLayer(nn.Module):
+class VisionLayer(Switchable):
     def __init__(self, config: TowerConfig) -> None:
         super().__init__()
         dim = config.hidden_size
@@ -97,13 +109,13 @@ class VisionLayer(nn.Module):
         self.layer_norm2 = nn.LayerNorm(dim, eps=config.layer_norm_eps)
         self.mlp = Mlp(dim, config.intermediate_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.layer_norm1(x), None)
-        output: Tensor = x + self.mlp(self.layer_norm2(x))
-        return output
+    def forward(self, x: Tensor, normed: Tensor, next_norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+        """x and its first layer norm -> this layer's output and ``next_norm`` of it, all [B, N, D]."""
+        x, normed = add_norm(x, self.self_attn(normed, None), self.layer_norm2, self.kernels)
+        return add_norm(x, self.mlp(normed), next_norm, self.kernels)
 
 
-class PatchEmbeddings(nn.Module):
+class PatchEmbeddings(Switchable):
     """The tower's first layer: a convolution that touches each pixel once is a product over patches."""
 
     def __init__(self, config: TowerConfig) -> None:
@@ -112,17 +124,20 @@ class PatchEmbeddings(nn.Module):
         self.patch_embedding = nn.Conv2d(config.num_channels, dim, patch, patch)
         self.position_embedding = nn.Embedding(config.grid_side**2, dim)
 
-    def forward(self, patches: Tensor, position_ids: Tensor) -> Tensor:
-        """patches uint8 [B, N, 588], position_ids [B, N] -> [B, N, D]."""
-        weight = self.patch_embedding.weight.flatten(1)  # [D, 588]
-        # (x / 255 - 0.5) / 0.5, in float32 so that bfloat16 rounds once.
-        pixels = (patches.to(torch.float32) * (2 / 255) - 1).to(weight.dtype)
+    def prepare(self) -> None:
+        """Lay the convolution out as a product whose rows are aligned: 588 columns become 592."""
+        weight = self.patch_embedding.weight.detach().flatten(1)
+        self.register_buffer("weight", F.pad(weight, (0, -weight.shape[1] % ROW_ALIGNMENT)), persistent=False)
+
+    def forward(self, patches: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """patches uint8 [B, N, 588], position_ids [B, N] -> both embeddings, to be added, [B, N, D]."""
+        weight = self.get_buffer("weight")  # [D, 592]
+        pixels = scale_patches(patches, weight.shape[1], weight.dtype, self.kernels)
         embedded = F.linear(pixels, weight, self.patch_embedding.bias)
-        output: Tensor = embedded + self.position_embedding(position_ids)
-        return output
+        return embedded, self.position_embedding(position_ids)
 
 
-class VisionTower(nn.Module):
+class VisionTower(Switchable):
     """SigLIP's vision transformer; every layer is used."""
 
     def __init__(self, config: TowerConfig) -> None:
@@ -134,10 +149,13 @@ class VisionTower(nn.Module):
 
     def forward(self, patches: Tensor, position_ids: Tensor) -> Tensor:
         """patches uint8 [B, N, 588], position_ids [B, N] -> features [B, N, D]."""
-        x = self.embeddings(patches, position_ids)
-        for layer in self.encoder.layers:  # type: ignore[union-attr]
-            x = layer(x)
-        output: Tensor = self.post_layernorm(x)
+        layers = cast(list[VisionLayer], list(self.encoder.layers))  # type: ignore[arg-type]
+        norms = [layer.layer_norm1 for layer in layers]
+        embedded, positions = self.embeddings(patches, position_ids)
+        x, normed = add_norm(embedded, positions, norms[0], self.kernels)
+        for layer, next_norm in zip(layers, [*norms[1:], self.post_layernorm], strict=True):
+            x, normed = layer(x, normed, next_norm)
+        output: Tensor = normed
         return output
 
 
@@ -164,12 +182,27 @@ class VisionModule(nn.Module):
         checkpoint.load_module(module.resampler, "resampler.", dtype, device)
         return module.prepare()
 
-    def prepare(self) -> VisionModule:
-        """Fuse the projections and lay the resampler's 1-D position table beside the weights."""
+    def prepare(self, kernels: KernelChoice = VISION_KERNELS) -> VisionModule:
+        """Lay the weights out as the forward pass reads them, and compile its kernels."""
         fuse_attention(self)
+        self.vpm.embeddings.prepare()
+        self.resampler.prepare()
         table = sincos_table(MAX_SLICE_PATCHES, self.hidden_size // 2)  # rounded from float32 once
         self.register_buffer("position_table", table.to(self.resampler.proj), persistent=False)
-        return self.requires_grad_(False).eval()
+        self.requires_grad_(False).eval()
+        self.use_kernels(kernels)
+        return self
+
+    @torch.inference_mode()
+    def use_kernels(self, choice: KernelChoice) -> KernelChoice:
+        """Compute as ``choice`` says if it runs here, and compile it now: a capture must not."""
+        return use_kernels(self, choice, self._try)
+
+    def _try(self) -> None:
+        weight = self.resampler.proj
+        for num_patches in (8, 128) if runs_kernels(weight) else ():  # few rows and many
+            example = _grey_slice((1, num_patches), self.grid_side)
+            self.forward(*(tensor[None].to(weight.device) for tensor in example))
 
     def forward(self, patches: Tensor, position_ids: Tensor, resampler_positions: Tensor) -> Tensor:
         """Encode slices of N patches.
@@ -204,6 +237,12 @@ def resampler_positions(grid: Grid) -> Tensor:
     return torch.stack((column, row), dim=-1).flatten(0, 1)
 
 
+def _grey_slice(grid: Grid, grid_side: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Patches and both positions, on the CPU."""
+    patches = torch.full((grid[0] * grid[1], PATCH_VALUES), 128, dtype=torch.uint8)
+    return patches, tower_positions(grid, grid_side), resampler_positions(grid)
+
+
 class PositionCache:
     """Positions of the grids seen lately, on the device, so that a batch costs no transfer for them."""
 
@@ -214,6 +253,9 @@ class PositionCache:
 
     def batch(self, grids: Sequence[Grid]) -> tuple[Tensor, Tensor]:
         """position_ids [B, N] and resampler_positions [B, N, 2] of grids with N patches each."""
+        if len(grids) == 1:  # views instead of copies
+            tower_ids, resampler_ids = self._positions(grids[0])
+            return tower_ids[None], resampler_ids[None]
         tower, resampler = zip(*map(self._positions, grids), strict=True)
         return torch.stack(tower), torch.stack(resampler)
 
