@@ -9,7 +9,7 @@ H the language model's hidden size, M media items.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PATCH_SIZE = 14
 PATCH_VALUES = 3 * PATCH_SIZE * PATCH_SIZE
@@ -45,9 +45,18 @@ TEXT_INPUT = Tensor("text_input", "STRING", (1,), optional=True)
 MESSAGES = Tensor("messages", "STRING", (1,), optional=True)
 IMAGE = Tensor("image", "STRING", (-1,), optional=True)  # [M] file bytes, base64 or data URI
 AUDIO = Tensor("audio", "STRING", (-1,), optional=True)  # [M] file bytes, base64 or data URI
+VIDEO = Tensor("video", "STRING", (-1,), optional=True)  # [M] file bytes, base64 or data URI
 MEDIA_PARAMETERS = Tensor("media_parameters", "STRING", (1,), optional=True)  # JSON object
 STREAM = Tensor("stream", "BOOL", (1,), optional=True)
 SAMPLING_PARAMETERS = Tensor("sampling_parameters", "STRING", (1,), optional=True)  # JSON object
+EXCLUDE_INPUT = Tensor("exclude_input_in_output", "BOOL", (1,), optional=True)
+RETURN_FINISH_REASON = Tensor("return_finish_reason", "BOOL", (1,), optional=True)
+RETURN_CUMULATIVE_LOGPROB = Tensor("return_cumulative_logprob", "BOOL", (1,), optional=True)
+RETURN_LOGPROBS = Tensor("return_logprobs", "BOOL", (1,), optional=True)
+RETURN_NUM_INPUT_TOKENS = Tensor("return_num_input_tokens", "BOOL", (1,), optional=True)
+RETURN_NUM_OUTPUT_TOKENS = Tensor("return_num_output_tokens", "BOOL", (1,), optional=True)
+#: A request with only this aborts the generations whose Triton request id it names.
+CANCEL_REQUEST_ID = Tensor("cancel_request_id", "STRING", (1,), optional=True)
 
 # What travels between the models.
 INPUT_IDS = Tensor("input_ids", "INT32", (-1,))  # [T] placeholder positions hold the <unk> id
@@ -68,16 +77,37 @@ LOGPROBS = Tensor("logprobs", "STRING", (-1,))  # JSON: per token a list of {tok
 NUM_INPUT_TOKENS = Tensor("num_input_tokens", "UINT32", (1,))
 NUM_OUTPUT_TOKENS = Tensor("num_output_tokens", "UINT32", (-1,))
 
-MEDIA_INPUTS = (TEXT_INPUT, MESSAGES, IMAGE, AUDIO, MEDIA_PARAMETERS)
-GENERATION_INPUTS = (STREAM, SAMPLING_PARAMETERS)
-PROMPT = (INPUT_IDS, IMAGE_POSITIONS, AUDIO_POSITIONS)
+MEDIA_INPUTS = (TEXT_INPUT, MESSAGES, IMAGE, AUDIO, VIDEO, MEDIA_PARAMETERS)
 ANSWER = (TEXT_OUTPUT, FINISH_REASON, CUMULATIVE_LOGPROB, LOGPROBS, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS)
+#: Input that asks ``llm``, used directly, for an output beside the text -> that output.
+RETURN_FLAGS = {
+    RETURN_FINISH_REASON: FINISH_REASON,
+    RETURN_CUMULATIVE_LOGPROB: CUMULATIVE_LOGPROB,
+    RETURN_LOGPROBS: LOGPROBS,
+    RETURN_NUM_INPUT_TOKENS: NUM_INPUT_TOKENS,
+    RETURN_NUM_OUTPUT_TOKENS: NUM_OUTPUT_TOKENS,
+}
+ANSWER_INPUTS = (SAMPLING_PARAMETERS, EXCLUDE_INPUT, *RETURN_FLAGS)
+PROMPT = (INPUT_IDS, IMAGE_POSITIONS, AUDIO_POSITIONS)
+ENCODED = (*PROMPT, IMAGE_EMBEDS, AUDIO_EMBEDS)
+
+
+def _optional(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(replace(tensor, optional=True) for tensor in tensors)
+
 
 PREPROCESS = Model("preprocess", MEDIA_INPUTS, (*PROMPT, PATCHES, GRID_SIZES, MEL, MEL_LENGTHS))
 VISION_ENCODER = Model("vision_encoder", (PATCHES, GRID_SIZES), (IMAGE_EMBEDS,))
 AUDIO_ENCODER = Model("audio_encoder", (MEL, MEL_LENGTHS), (AUDIO_EMBEDS,))
-LLM = Model("llm", (*PROMPT, IMAGE_EMBEDS, AUDIO_EMBEDS, *GENERATION_INPUTS), ANSWER, decoupled=True)
-ENCODE = Model("encode", MEDIA_INPUTS, (*PROMPT, IMAGE_EMBEDS, AUDIO_EMBEDS))
-MINICPMO = Model("minicpmo", (*MEDIA_INPUTS, *GENERATION_INPUTS), ANSWER, decoupled=True)
+#: Takes what ``encode`` gives, or the raw inputs, for which it asks ``encode`` itself.
+LLM = Model(
+    "llm",
+    (*_optional(ENCODED), *MEDIA_INPUTS, STREAM, *ANSWER_INPUTS, CANCEL_REQUEST_ID),
+    ANSWER,
+    decoupled=True,
+)
+ENCODE = Model("encode", MEDIA_INPUTS, ENCODED)
+MINICPMO = Model("minicpmo", (*MEDIA_INPUTS, STREAM, *ANSWER_INPUTS), ANSWER, decoupled=True)
+MINICPMO_UNARY = Model("minicpmo_unary", (*MEDIA_INPUTS, *ANSWER_INPUTS), ANSWER)
 
-MODELS = (PREPROCESS, VISION_ENCODER, AUDIO_ENCODER, LLM, ENCODE, MINICPMO)
+MODELS = (PREPROCESS, VISION_ENCODER, AUDIO_ENCODER, LLM, ENCODE, MINICPMO, MINICPMO_UNARY)

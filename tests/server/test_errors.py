@@ -45,7 +45,7 @@ def wrong_requests(media: Path) -> dict[str, tuple[dict[str, Any], str]]:
             "sampling_parameters.temprature",
         ),
         "sampling parameter of a wrong type": (
-            {"messages": HELLO, "sampling": {"max_tokens": "8"}},
+            {"messages": HELLO, "sampling": {"max_tokens": "eight"}},
             "sampling_parameters.max_tokens",
         ),
         "sampling parameter out of range": (

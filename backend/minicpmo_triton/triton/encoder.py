@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import locale
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,7 +21,7 @@ from minicpmo_triton.graphs.adapter import REMEDY, GraphAdapter
 from minicpmo_triton.graphs.device import Forward
 from minicpmo_triton.graphs.policy import GraphSettings
 from minicpmo_triton.triton import tensors
-from minicpmo_triton.triton.metrics import EncoderMetrics
+from minicpmo_triton.triton.metrics import EncoderMetrics, RequestMetrics
 from minicpmo_triton.triton.microbatch import MicroBatcher
 
 #: Requests that one pass takes from the queue at most.
@@ -33,6 +34,7 @@ class _Job:
     num_pieces: int  # slices or chunks
     request: Any  # held so that the memory stays
     sender: Any
+    arrived: float  # perf_counter
 
 
 class _EncoderModel:
@@ -51,6 +53,7 @@ class _EncoderModel:
         self._settings = GraphSettings.from_parameters(parameters)
         self._device = tensors.torch_device(args)
         self._metrics = EncoderMetrics(args["model_name"], args["model_instance_name"], str(self._device))
+        self._request_metrics = RequestMetrics(args["model_name"], args["model_instance_name"])
         dtype = getattr(torch, resolve_dtype(parameters.dtype, self._device.type == "cuda"))
         self._embeds_dtype = tensors.embeds_dtype(config, "output")
         checkpoint = Checkpoint(resolve_checkpoint(parameters.checkpoint))
@@ -63,14 +66,16 @@ class _EncoderModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                rows, sizes = (tensors.require_array(request, spec) for spec in self.model.inputs)
+                rows, sizes = (tensors.require(request, spec).as_numpy() for spec in self.model.inputs)
             except BaseException as error:
                 tensors.send_final(sender, tensors.error_response(tensors.as_reply_error(error)))
                 continue
             if len(rows) == len(sizes) == 0:  # text only: no queue, no device
                 self._reply(sender, self._empty)
             else:
-                self._batcher.submit(_Job(self._item(rows, sizes), len(sizes), request, sender))
+                self._batcher.submit(
+                    _Job(self._item(rows, sizes), len(sizes), request, sender, time.perf_counter())
+                )
 
     def is_ready(self) -> bool:
         """Asked by the Triton versions that do: false once a capture has failed."""
@@ -88,6 +93,7 @@ class _EncoderModel:
 
     def _encode(self, jobs: list[_Job]) -> None:
         """Answer every job of one pass; an unexpected error costs only the job it belongs to."""
+        started = time.perf_counter()
         try:
             embeds = self._encode_to_host(jobs)
         except BaseException as error:
@@ -102,6 +108,9 @@ class _EncoderModel:
         self._publish()  # before the answers, so that a client who has one finds itself counted
         for job, result in zip(jobs, embeds, strict=True):
             self._reply(job.sender, result)
+        answered = time.perf_counter()
+        for job in jobs:
+            self._request_metrics.observe(started - job.arrived, answered - job.arrived)
 
     def _encode_to_host(self, jobs: list[_Job]) -> list[torch.Tensor | MiniCPMOError]:
         results = self._encoder.encode([job.item for job in jobs])

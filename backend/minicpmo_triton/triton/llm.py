@@ -1,90 +1,111 @@
-"""The ``llm`` model: hands each request to the engine and sends one response per increment."""
+"""The ``llm`` model: hands each request to the engine and sends one response per increment.
+
+A request comes with token ids and embeddings (from the ensemble), or raw; a raw one gets its embeddings
+from the ``encode`` ensemble first. Triton tells this model at once when a client gives a raw request up,
+which it does not do for a step of an ensemble.
+"""
 
 from __future__ import annotations
 
 import json
-import queue
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 
 from minicpmo_triton import schema
 from minicpmo_triton.checkpoint import resolve_checkpoint
 from minicpmo_triton.config import LLMParameters, resolve_dtype
-from minicpmo_triton.errors import MiniCPMOError
-from minicpmo_triton.llm.engine import Engine, Generation, Handle, Increment, read_engine_args
-from minicpmo_triton.triton import tensors
+from minicpmo_triton.errors import InvalidArgument, MiniCPMOError
+from minicpmo_triton.llm.engine import Engine, Generation, Increment, read_engine_args
+from minicpmo_triton.triton import bls, tensors
+from minicpmo_triton.triton.metrics import InFlightMetric
+from minicpmo_triton.triton.streams import InFlight, Responder, Stream
+
+#: Raw requests that wait for ``encode`` at a time; more wait in order.
+CONCURRENT_ENCODES = 64
 
 
-class _Stream:
-    """One request on its way. The engine calls ``on_output`` and ``on_done`` on its loop."""
+@dataclass(frozen=True)
+class _AnswerForm:
+    """How a request wants its answer."""
 
-    def __init__(self, sender: Any, responder: _Responder) -> None:
-        self._sender = sender
-        self._responder = responder
-        self.handle: Handle | None = None
-
-    def on_output(self, increment: Increment) -> None:
-        self._responder.put(lambda: self._send(increment))
-
-    def on_done(self, error: MiniCPMOError | None) -> None:
-        self._responder.put(lambda: self._finish(error))
-
-    def _send(self, increment: Increment) -> None:
-        self._sender.send(tensors.response(answer_outputs(increment)))
-        if self._sender.is_cancelled() and self.handle is not None:
-            self.handle.cancel()
-
-    def _finish(self, error: MiniCPMOError | None) -> None:
-        if error is None:
-            self._sender.send(flags=tensors.FINAL)
-        else:
-            tensors.send_final(self._sender, tensors.error_response(error))
+    stream: bool
+    sampling: bytes | None
+    outputs: tuple[schema.Tensor, ...]
+    prefix: str  # the input, where the answer is to begin with it
 
 
-class _Responder:
-    """Builds and sends responses on a thread of its own, so that the engine's loop never waits for Triton."""
+@dataclass(frozen=True)
+class _Encoded:
+    """What ``encode`` gives, under the names of ``schema.ENCODED``; views of Triton's memory."""
 
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
-        self._thread.start()
+    input_ids: Any
+    image_positions: Any
+    audio_positions: Any
+    image_embeds: torch.Tensor
+    audio_embeds: torch.Tensor
 
-    def put(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-
-    def close(self) -> None:
-        """Send what is waiting, then end the thread."""
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception as error:  # a client that has gone must not stop the others' answers
-                tensors.as_reply_error(error)
+    @classmethod
+    def of(cls, find: Callable[[schema.Tensor], Any]) -> _Encoded:
+        """From the Triton tensors that ``find`` returns."""
+        values: dict[str, Any] = {}
+        for spec in schema.ENCODED:
+            tensor = find(spec)
+            is_embeds = spec in (schema.IMAGE_EMBEDS, schema.AUDIO_EMBEDS)
+            values[spec.name] = (
+                torch.utils.dlpack.from_dlpack(tensor.to_dlpack()) if is_embeds else tensor.as_numpy()
+            )
+        return cls(**values)
 
 
-def answer_outputs(increment: Increment) -> list[Any]:
-    """The outputs of ``schema.ANSWER`` for one increment, one element per sequence in it."""
-    values = {
-        schema.TEXT_OUTPUT: [text.encode() for text in increment.texts],
-        schema.FINISH_REASON: [(reason or "").encode() for reason in increment.finish_reasons],
+def read_answer_form(request: Any, is_encoded: bool) -> _AnswerForm:
+    """How to answer: the ensemble gets every output, a direct request the text and what it asks for."""
+    stream = tensors.read_flag(request, schema.STREAM, default=False)
+    wanted = [
+        spec
+        for flag, spec in schema.RETURN_FLAGS.items()
+        if is_encoded or tensors.read_flag(request, flag, default=False)
+    ]
+    prefix = b""
+    if not tensors.read_flag(request, schema.EXCLUDE_INPUT, default=True):
+        if stream:
+            raise InvalidArgument(
+                schema.EXCLUDE_INPUT.name,
+                "When streaming, `exclude_input_in_output` = False is not allowed.",
+            )
+        text = tensors.read_string(request, schema.TEXT_INPUT)
+        if text is None:
+            raise InvalidArgument(schema.EXCLUDE_INPUT.name, "false goes with text_input only")
+        prefix = text
+    return _AnswerForm(
+        stream=stream,
+        sampling=tensors.read_string(request, schema.SAMPLING_PARAMETERS),
+        outputs=(schema.TEXT_OUTPUT, *wanted),
+        prefix=prefix.decode(errors="replace"),
+    )
+
+
+def answer_outputs(increment: Increment, form: _AnswerForm) -> list[Any]:
+    """The outputs that were asked for, one element per sequence of the increment."""
+    values: dict[schema.Tensor, Callable[[], Any]] = {
+        schema.TEXT_OUTPUT: lambda: [(form.prefix + text).encode() for text in increment.texts],
+        schema.FINISH_REASON: lambda: [(reason or "").encode() for reason in increment.finish_reasons],
         # Nothing rather than a made-up number where log-probabilities were not asked for.
-        schema.CUMULATIVE_LOGPROB: [p for p in increment.cumulative_logprobs if p is not None],
-        schema.LOGPROBS: [json.dumps(logprobs).encode() for logprobs in increment.logprobs],
-        schema.NUM_INPUT_TOKENS: [increment.num_input_tokens],
-        schema.NUM_OUTPUT_TOKENS: increment.num_output_tokens,
+        schema.CUMULATIVE_LOGPROB: lambda: [p for p in increment.cumulative_logprobs if p is not None],
+        schema.LOGPROBS: lambda: [json.dumps(logprobs).encode() for logprobs in increment.logprobs],
+        schema.NUM_INPUT_TOKENS: lambda: [increment.num_input_tokens],
+        schema.NUM_OUTPUT_TOKENS: lambda: increment.num_output_tokens,
     }
-    return [tensors.output(spec, values[spec]) for spec in schema.ANSWER]
+    return [tensors.output(spec, values[spec]()) for spec in form.outputs]
 
 
 class LLMModel:
-    """Owns the engine; one request costs ``execute`` a parse and a hand-over."""
+    """Owns the engine; an encoded request costs ``execute`` a parse and a hand-over."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         parameters = LLMParameters.read(tensors.model_config(args).get("parameters", {}))
@@ -93,33 +114,68 @@ class LLMModel:
         checkpoint = resolve_checkpoint(parameters.checkpoint)
         dtype = resolve_dtype(parameters.dtype, torch.cuda.is_available())
         self._engine = Engine.start(checkpoint, engine_args, dtype)
-        self._responder = _Responder()
+        self._responder = Responder()
+        self._metric = InFlightMetric(args["model_name"], args["model_version"])
+        self._in_flight = InFlight(self._metric.set)
+        self._encodes = ThreadPoolExecutor(CONCURRENT_ENCODES, thread_name_prefix="encode")
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            sender = request.get_response_sender()
-            stream = _Stream(sender, self._responder)
+            stream = Stream(request.request_id(), request.get_response_sender(), self._responder)
             try:
-                generation = self._read(request)
+                self._take(request, stream)
             except BaseException as error:
-                stream.on_done(tensors.as_reply_error(error))
-                continue
-            stream.handle = self._engine.submit(generation, stream.on_output, stream.on_done)
+                self._end(stream, tensors.as_reply_error(error))
 
-    def _read(self, request: Any) -> Generation:
-        input_ids = tensors.require_array(request, schema.INPUT_IDS)
-        sampling = tensors.read_string(request, schema.SAMPLING_PARAMETERS)
-        return Generation(
-            request_id=request.request_id(),
-            input_ids=input_ids,
-            image_positions=tensors.require_array(request, schema.IMAGE_POSITIONS),
-            audio_positions=tensors.require_array(request, schema.AUDIO_POSITIONS),
-            image_embeds=tensors.require_torch(request, schema.IMAGE_EMBEDS),
-            audio_embeds=tensors.require_torch(request, schema.AUDIO_EMBEDS),
-            sampling=self._engine.sampling(sampling, len(input_ids)),
-            stream=tensors.read_flag(request, schema.STREAM, default=False),
+    def _take(self, request: Any, stream: Stream) -> None:
+        cancelled_id = tensors.read_string(request, schema.CANCEL_REQUEST_ID)
+        if cancelled_id is not None:
+            if not cancelled_id:  # the id of every request that was sent without one
+                raise InvalidArgument(schema.CANCEL_REQUEST_ID.name, "is empty")
+            self._in_flight.cancel(cancelled_id.decode(errors="replace"))
+            stream.finish()
+            return
+        is_encoded = tensors.read_array(request, schema.INPUT_IDS) is not None
+        form = read_answer_form(request, is_encoded)
+        self._in_flight.add(stream)
+        if is_encoded:
+            self._generate(_Encoded.of(lambda spec: tensors.require(request, spec)), form, stream)
+        else:
+            self._encodes.submit(self._encode_and_generate, request, form, stream)
+
+    def _encode_and_generate(self, request: Any, form: _AnswerForm, stream: Stream) -> None:
+        try:
+            stream.raise_if_cancelled()
+            inputs = bls.inputs_of(request, schema.MEDIA_INPUTS)
+            response = bls.ask(schema.ENCODE.name, inputs, schema.ENCODED)
+            stream.raise_if_cancelled()
+            self._generate(_Encoded.of(lambda spec: bls.output(response, spec)), form, stream)
+        except BaseException as error:
+            self._end(stream, tensors.as_reply_error(error))
+
+    def _generate(self, encoded: _Encoded, form: _AnswerForm, stream: Stream) -> None:
+        """Hand over to the engine, which copies what it needs before ``submit`` returns."""
+        generation = Generation(
+            request_id=stream.request_id,
+            sampling=self._engine.sampling(form.sampling, len(encoded.input_ids)),
+            stream=form.stream,
+            **vars(encoded),
         )
+        handle = self._engine.submit(
+            generation,
+            on_output=lambda increment: stream.send(
+                lambda: tensors.response(answer_outputs(increment, form))
+            ),
+            on_done=lambda error: self._end(stream, error),
+        )
+        stream.begin(handle)
+
+    def _end(self, stream: Stream, error: MiniCPMOError | None) -> None:
+        self._in_flight.remove(stream)
+        stream.finish(error)
 
     def finalize(self) -> None:
+        self._encodes.shutdown(wait=True)
         self._engine.shutdown()
+        self._in_flight.close()
         self._responder.close()

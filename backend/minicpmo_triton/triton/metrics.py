@@ -1,4 +1,4 @@
-"""An encoder instance's figures on Triton's metrics endpoint; docs/metrics.md says what each means."""
+"""The models' own figures on Triton's metrics endpoint; docs/metrics.md says what each means."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from minicpmo_triton.graphs.stats import GraphStats, Miss
 PREFIX = "minicpmo_encoder"
 #: Upper bounds in seconds: a replay of a second of audio takes about one millisecond.
 CALL_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+REQUEST_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 CAPTURE_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -95,3 +96,43 @@ class EncoderMetrics:
 
     def observe_capture(self, seconds: float) -> None:
         self._captures.observe(seconds)
+
+
+class RequestMetrics:
+    """How long requests of one model instance waited, and how long until their answers left."""
+
+    def __init__(self, model: str, instance: str) -> None:
+        labels = {"model": model, "instance": instance}
+        self._families = [
+            pb_utils.MetricFamily(
+                name=f"minicpmo_request_{name}seconds",
+                description=description,
+                kind=pb_utils.MetricFamily.HISTOGRAM,
+            )
+            for name, description in (
+                ("queue_", "Time a request waited for a worker"),
+                ("", "Time from a request's arrival to its answer"),
+            )
+        ]
+        self._queue, self._total = (
+            family.Metric(labels=labels, buckets=list(REQUEST_SECONDS)) for family in self._families
+        )
+
+    def observe(self, queue_seconds: float, total_seconds: float) -> None:
+        self._queue.observe(queue_seconds)
+        self._total.observe(total_seconds)
+
+
+class InFlightMetric:
+    """Requests that the language model has and has not answered to the end."""
+
+    def __init__(self, model: str, version: str) -> None:
+        self._family = pb_utils.MetricFamily(
+            name="minicpmo_llm_requests_in_flight",
+            description="Requests taken and not yet answered to the end",
+            kind=pb_utils.MetricFamily.GAUGE,
+        )
+        self._gauge = self._family.Metric(labels={"model": model, "version": version})
+
+    def set(self, count: int) -> None:
+        self._gauge.set(count)

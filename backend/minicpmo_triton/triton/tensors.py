@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.utils.dlpack
 import triton_python_backend_utils as pb_utils
 
 from minicpmo_triton import schema
@@ -35,20 +34,12 @@ def read_array(request: Any, spec: schema.Tensor) -> np.ndarray[Any, Any] | None
     return tensor.as_numpy()  # type: ignore[no-any-return]
 
 
-def require_array(request: Any, spec: schema.Tensor) -> np.ndarray[Any, Any]:
-    """Like :func:`read_array`; an absent input is :class:`InvalidArgument`."""
-    array = read_array(request, spec)
-    if array is None:
-        raise InvalidArgument(spec.name, "is missing")
-    return array
-
-
-def require_torch(request: Any, spec: schema.Tensor) -> torch.Tensor:
-    """The input as a torch tensor (numpy has no bfloat16) that views the request's memory."""
+def require(request: Any, spec: schema.Tensor) -> Any:
+    """The input as Triton's tensor; an absent one is :class:`InvalidArgument`."""
     tensor = pb_utils.get_input_tensor_by_name(request, spec.name)
     if tensor is None:
         raise InvalidArgument(spec.name, "is missing")
-    return torch.utils.dlpack.from_dlpack(tensor.to_dlpack())
+    return tensor
 
 
 def read_strings(request: Any, spec: schema.Tensor) -> tuple[bytes, ...]:

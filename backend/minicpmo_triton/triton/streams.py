@@ -1,0 +1,166 @@
+"""Requests of a model that answers from worker threads: their replies, and giving them up."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from minicpmo_triton.errors import Cancelled, MiniCPMOError
+from minicpmo_triton.triton import tensors
+
+#: Triton is asked this often whether a client has gone; a cancel reaches the engine within two of them.
+POLL_INTERVAL_S = 0.05
+#: How long, and for how many ids, a cancellation waits for a request that is still on its way.
+CANCELLED_ID_TTL_S = 60.0
+MAX_CANCELLED_IDS = 4096
+
+
+class Cancellable(Protocol):
+    """What work under way offers."""
+
+    def cancel(self) -> object: ...
+
+
+class Stream:
+    """One request on its way. ``finish`` is called once, after the last ``send``; any thread may cancel."""
+
+    def __init__(self, request_id: str, sender: Any, responder: Responder) -> None:
+        self.request_id = request_id
+        self._sender = sender
+        self._responder = responder
+        self._lock = threading.Lock()
+        self._work: Cancellable | None = None
+        self._is_cancelled = False
+
+    def send(self, build: Callable[[], Any]) -> None:
+        """Queue a response; ``build`` makes it on the responder's thread."""
+        self._responder.put(lambda: self._sender.send(build()))
+
+    def finish(self, error: MiniCPMOError | None = None) -> None:
+        """Queue the final response: the error, or nothing but the flag."""
+        self._responder.put(lambda: self._finish(error))
+
+    def finish_with(self, reply: Any) -> None:
+        """Queue the one and only response."""
+        self._responder.put(lambda: tensors.send_final(self._sender, reply))
+
+    def _finish(self, error: MiniCPMOError | None) -> None:
+        if error is None:
+            self._sender.send(flags=tensors.FINAL)
+        else:
+            tensors.send_final(self._sender, tensors.error_response(error))
+
+    def begin(self, work: Cancellable) -> None:
+        """From now on a cancellation is passed on to ``work``; at once if it has come already."""
+        with self._lock:
+            self._work = work
+            already = self._is_cancelled
+        if already:
+            work.cancel()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._is_cancelled = True
+            work = self._work
+        if work is not None:
+            work.cancel()
+
+    def raise_if_cancelled(self) -> None:
+        if self._is_cancelled:
+            raise Cancelled("the request was cancelled")
+
+    def is_given_up(self) -> bool:
+        """Whether the client has cancelled or gone, as Triton sees it (a call to the server)."""
+        return bool(self._sender.is_cancelled())
+
+
+class Responder:
+    """Builds and sends responses on a thread of its own, so that the engine's loop never waits for Triton."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="responder", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Callable[[], object]) -> None:
+        self._jobs.put(job)
+
+    def close(self) -> None:
+        """Send what is waiting, then end the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # a client that has gone must not stop the others' answers
+                tensors.as_reply_error(error)
+
+
+class InFlight:
+    """The requests under way: cancelled by id, or because Triton says that their client has gone.
+
+    A cancellation by id also counts for a request of that id that arrives within ``CANCELLED_ID_TTL_S``:
+    it may have been given up while the encoders had it.
+    """
+
+    def __init__(
+        self,
+        on_count: Callable[[int], object] = lambda count: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._on_count = on_count
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._streams: dict[Stream, None] = {}
+        self._cancelled_ids: OrderedDict[str, float] = OrderedDict()  # id -> when it is forgotten
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="cancellation", daemon=True)
+        self._thread.start()
+
+    def add(self, stream: Stream) -> None:
+        """Take a request in; :class:`Cancelled` if it was given up before it came."""
+        with self._lock:
+            forgotten_at = self._cancelled_ids.pop(stream.request_id, 0.0)
+            if forgotten_at > self._clock():
+                raise Cancelled("the request was cancelled before it reached the language model")
+            self._streams[stream] = None
+            self._on_count(len(self._streams))
+
+    def remove(self, stream: Stream) -> None:
+        with self._lock:
+            self._streams.pop(stream, None)
+            self._on_count(len(self._streams))
+
+    def cancel(self, request_id: str) -> int:
+        """Cancel the requests of this id; their number. None: remember it for one that is on its way."""
+        with self._lock:
+            found = [stream for stream in self._streams if stream.request_id == request_id]
+            if not found:
+                self._cancelled_ids[request_id] = self._clock() + CANCELLED_ID_TTL_S
+                self._cancelled_ids.move_to_end(request_id)
+                while len(self._cancelled_ids) > MAX_CANCELLED_IDS:
+                    self._cancelled_ids.popitem(last=False)
+        for stream in found:
+            stream.cancel()
+        return len(found)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(POLL_INTERVAL_S):
+            with self._lock:
+                streams = list(self._streams)
+            for stream in streams:
+                try:
+                    if stream.is_given_up():
+                        stream.cancel()
+                except Exception as error:  # it ended meanwhile
+                    tensors.as_reply_error(error)

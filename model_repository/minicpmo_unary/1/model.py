@@ -1,0 +1,1 @@
+from minicpmo_triton.triton.unary import UnaryModel as TritonPythonModel  # noqa: F401
