@@ -26,7 +26,7 @@ pytestmark = [
 #: Half a unit of bfloat16's last place is 2e-3 of a value; the norm of the error is under this.
 ROUNDING = 4e-3
 #: How much more than torch's own bfloat16 module a choice may differ from float32.
-ALLOWANCE = 1.05
+ALLOWANCE = 1.1  # two roundings of one computation differ by some percent
 
 TRITON = KernelChoice(
     add_norm=True,
