@@ -176,7 +176,7 @@ class AsyncClient:
             while True:
                 try:
                     tensors = await self._transport.infer(item.request, deadline.remaining_s())
-                    return embeddings.rows_of(item, tensors)
+                    break
                 except CannotConnect:
                     delay_s = next(delays_s, None)
                     if delay_s is None or not deadline.leaves(delay_s):
@@ -184,6 +184,7 @@ class AsyncClient:
                     await asyncio.sleep(delay_s)
                 except MiniCPMOClientError as error:
                     raise embeddings.renamed(item, error) from None
+            return embeddings.rows_of(item, tensors)
 
     async def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> Stats:
         """As :meth:`Client.stats`."""

@@ -108,12 +108,14 @@ class AsyncChatStream:
 
     async def _start(self) -> AsyncCall:
         self._loop = asyncio.get_running_loop()
+        limit_s = self._deadline.remaining_s()
         if self._request is None:
-            self._deadline = Deadline(self._limit_s)
             self._request = await self._build()
             if self._closed:
                 raise RequestCancelled(CLOSED)
-        self._call = self._transport.start(self._request, self._deadline.remaining_s())
+            # The time for reading files is not the server's.
+            self._deadline, limit_s = Deadline(self._limit_s), self._limit_s
+        self._call = self._transport.start(self._request, limit_s)
         return self._call
 
     async def _retry(self, error: CannotConnect) -> None:

@@ -189,7 +189,7 @@ class Client:
         while True:
             try:
                 tensors = self._transport.infer(item.request, deadline.remaining_s())
-                return embeddings.rows_of(item, tensors)
+                break
             except CannotConnect:
                 delay_s = next(delays_s, None)
                 if delay_s is None or not deadline.leaves(delay_s):
@@ -197,6 +197,7 @@ class Client:
                 time.sleep(delay_s)
             except MiniCPMOClientError as error:
                 raise embeddings.renamed(item, error) from None
+        return embeddings.rows_of(item, tensors)
 
     def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> Stats:
         """The encoders' graph counters now, and every other sample, from the server's metrics endpoint.

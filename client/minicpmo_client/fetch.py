@@ -23,8 +23,8 @@ def fetch_url(url: str, field: str) -> bytes:
         with _opener().open(url, timeout=FETCH_TIMEOUT_S) as answer:
             content: bytes = answer.read(MAX_FETCHED_BYTES + 1)
     except urllib.error.HTTPError as error:
-        with error:
-            raise InvalidRequest(f"{where}: HTTP status {error.code}") from None
+        error.close()
+        raise InvalidRequest(f"{where}: HTTP status {error.code}") from None
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise InvalidRequest(f"{where}: {getattr(reason, 'strerror', None) or reason}") from None

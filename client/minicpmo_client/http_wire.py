@@ -104,6 +104,7 @@ class ReplyReader:
         self._status = 0
         self._headers: Mapping[str, str] = {}
         self._events = EventParser()
+        self._any_event = False
         self._body = bytearray()
 
     def head(self, status: int, headers: Mapping[str, str]) -> None:
@@ -117,6 +118,7 @@ class ReplyReader:
             return []
         found: list[Response | MiniCPMOClientError] = []
         for event in self._events.feed(data):
+            self._any_event = True
             try:
                 found.append(Response(self._json_outputs(event)))
             except MiniCPMOClientError as error:
@@ -128,7 +130,8 @@ class ReplyReader:
         if self._status != 200:
             raise from_http(self._status, _error_text(bytes(self._body)), keeps_codes=self._kind == "infer")
         if self._kind == "stream":
-            return Response({}, final=True)
+            # Every answer has an event; a body without any may be a head that was cut off.
+            return Response({}, final=self._any_event)
         if self._kind == "json":
             return Response(self._json_outputs(bytes(self._body)), final=True)
         outputs = {name: values.reshape(-1).tolist() for name, values in self.tensors().items()}

@@ -38,8 +38,9 @@ def decode_tensor(datatype: str, shape: Sequence[int], raw: bytes) -> npt.NDArra
     """
     try:
         if datatype == "BYTES":
-            items = np.empty(int(np.prod(shape)), dtype=np.object_)
-            items[:] = _split(raw)
+            parts = _split(raw)
+            items = np.empty(len(parts), dtype=np.object_)
+            items[:] = parts
             return items.reshape(shape)
         if datatype == "BF16":
             upper = np.frombuffer(raw, "<u2").astype(np.uint32)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import time
+from typing import Any
 
+import numpy as np
 import pytest
 
 from minicpmo_client import (
+    CannotConnect,
     Chat,
     Chunk,
     Client,
+    Embeddings,
     FakeTransport,
     InvalidRequest,
     RequestCancelled,
@@ -171,3 +176,118 @@ def test_closing_the_client_closes_its_transport() -> None:
     with Client(transport=fake):
         assert not fake.closed
     assert fake.closed
+
+
+def test_giving_up_tells_the_engine_once() -> None:
+    client, fake = client_with(*WORDS)
+    stream = client.chat("Count", request_id="r")
+    next(stream)
+    stream.close()
+    stream.close()
+    del stream
+    gc.collect()
+    (notice,) = fake.notices
+    assert (notice.model, notice.inputs) == ("llm", {"cancel_request_id": [b"r"]})
+
+
+def test_a_generation_that_has_ended_is_not_reported() -> None:
+    client, fake = client_with({"text_output": [b"all"], "finish_reason": [b"stop"]}, "never read")
+    for _ in client.chat("Count"):
+        break
+    assert len(fake.cancelled) == 1
+    assert fake.notices == []
+
+
+def test_a_chat_with_the_engine_itself_sends_no_notice() -> None:
+    fake = FakeTransport(WORDS)
+    for _ in Client(model="llm", transport=fake).chat("Count"):
+        break
+    assert len(fake.cancelled) == 1
+    assert fake.notices == []
+
+
+def test_a_chat_that_ran_out_of_time_is_reported() -> None:
+    client, fake = client_with("one ", RequestTimeout("late"))
+    with pytest.raises(RequestTimeout):
+        client.chat("Count", stream=False)
+    assert len(fake.notices) == 1
+
+
+def test_closing_the_client_reports_its_chats() -> None:
+    client, fake = client_with(*WORDS)
+    stream = client.chat("Count", request_id="open")
+    next(stream)
+    client.close()
+    assert fake.cancelled == ["open"]
+    assert len(fake.notices) == 1
+
+
+class Refusing(FakeTransport):
+    """Cannot connect ``num_refusals`` times."""
+
+    num_refusals = 0
+
+    def start(self, request: Any, timeout_s: float | None) -> Any:
+        self.num_refusals -= 1
+        call = super().start(request, timeout_s)
+        if self.num_refusals >= 0:
+            return FakeTransport([CannotConnect("nobody")], final=False).start(request, timeout_s)
+        return call
+
+
+def refusing(num_refusals: int) -> Refusing:
+    fake = Refusing(["late"])
+    fake.num_refusals = num_refusals
+    return fake
+
+
+def test_retries_only_where_nothing_was_sent() -> None:
+    fake = refusing(2)
+    assert Client(transport=fake, retries=2).chat("x", stream=False).text == "late"
+    assert len(fake.requests) == 3
+    assert fake.requests[0] == fake.requests[2]
+    for options in ({}, {"retries": 1}, {"retries": 9, "timeout_s": 0.3}):
+        with pytest.raises(CannotConnect, match="nobody"):
+            Client(transport=refusing(99), **options).chat("x", stream=False)
+    fake = FakeTransport([ServerUnavailable("restarting")], final=False)
+    with pytest.raises(ServerUnavailable, match="restarting"):
+        Client(transport=fake, retries=5).chat("x", stream=False)
+    assert len(fake.requests) == 1
+
+
+def test_closing_ends_the_wait_before_a_retry() -> None:
+    stream = Client(transport=refusing(99), retries=99).chat("x")
+    timer = threading.Timer(0.3, stream.close)
+    timer.start()
+    started_s = time.monotonic()
+    with pytest.raises(RequestCancelled):
+        stream.read()
+    assert time.monotonic() - started_s < 0.6
+    timer.join()
+
+
+@pytest.mark.parametrize("retries", [-1, 1.5, True, None])
+def test_retries_are_a_whole_number(retries: Any) -> None:
+    with pytest.raises(InvalidRequest, match="retries: expected a whole number of at least 0"):
+        Client(transport=FakeTransport(), retries=retries)
+
+
+def test_embeddings_of_each_item_and_errors_by_its_name() -> None:
+    rows = np.ones((3, 2), np.float32)
+    fake = FakeTransport(tensors={"image_embeds": rows, "audio_embeds": rows[:1]})
+    client = Client(transport=fake)
+    found = client.embed(images=[b"a", b"b"], audio=[b"c"], media_parameters={"max_slice_nums": 1})
+    assert [array.shape for array in (*found.images, *found.audio)] == [(3, 2), (3, 2), (1, 2)]
+    sent = sorted(fake.requests, key=lambda request: str(sorted(request.inputs)))
+    assert {request.model for request in sent} == {"encode"}
+    assert [request.inputs.get("audio") for request in sent].count([b"c"]) == 1
+    assert all(request.inputs["media_parameters"] == [b'{"max_slice_nums": 1}'] for request in sent)
+    assert client.embed() == Embeddings()
+    with pytest.raises(InvalidRequest, match=r"^audio\[1\]: is empty"):
+        client.embed(audio=[b"x", b""])
+    fake.tensors = InvalidRequest("audio[0]: too short")
+    with pytest.raises(InvalidRequest, match=r"^audio\[0\]: too short"):
+        client.embed(audio=[b"x"])
+    fake.tensors = {}
+    with pytest.raises(ServerError, match=r"^images\[0\]: the server sent no image_embeds"):
+        client.embed(images=[b"x"])

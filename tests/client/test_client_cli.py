@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -12,11 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minicpmo_client import Client, FakeTransport, InvalidRequest, Response
 from minicpmo_client.cli import main
-from minicpmo_client.commands import Timings
+from minicpmo_client.commands import Timings, size_text
+from minicpmo_client.progress import Spinner
 
 
 def maker(fake: FakeTransport, made: list[Any] | None = None) -> Callable[..., Client]:
@@ -51,7 +54,7 @@ def test_every_option_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     audio.write_bytes(b"audio")
     fake = FakeTransport(["ok"])
     made: list[Any] = []
-    media = ["--image", str(image), "--image", str(image), "--audio", str(audio)]
+    media = ["--image", str(image), "--image", str(image), "--audio", str(audio), "--video", str(image)]
     server = ["--url", "h:1", "--model", "m", "--timeout-s", "9"]
     sampling = ["--max-tokens", "7", "--temperature", "0", "--seed", "5"]
     others = ["--system", "S", "--max-slice-nums", "4", "--thinking", "--no-stream", "--timings"]
@@ -62,7 +65,7 @@ def test_every_option_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     inputs = fake.requests[0].inputs
     system, user = json.loads(inputs["messages"][0])
     assert system == {"role": "system", "content": "S"}
-    assert [part["type"] for part in user["content"]] == ["image", "image", "audio", "text"]
+    assert [part["type"] for part in user["content"]] == ["image", "image", "audio", "video", "text"]
     assert (inputs["image"], inputs["audio"]) == ([b"image", b"image"], [b"audio"])
     assert json.loads(inputs["sampling_parameters"][0]) == {"max_tokens": 7, "temperature": 0, "seed": 5}
     assert json.loads(inputs["media_parameters"][0]) == {"max_slice_nums": 4, "enable_thinking": True}
@@ -110,6 +113,10 @@ def test_a_missing_file_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         ["chat", "--temperature", "nan", "x"],
         ["chat", "--timeout-s", "0", "x"],
         ["ready", "--timeout-s", "-1"],
+        ["chat", "--http", "--url", "h:1", "x"],
+        ["embed", "--image", "x.png"],
+        ["embed", "--video", "x.mp4", "-o", "x.npz"],
+        ["stats", "--timeout-s", "0"],
         ["other"],
     ],
 )
@@ -120,15 +127,28 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     assert "usage: minicpmo" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["chat", "ready"])
+@pytest.mark.parametrize("command", ["chat", "embed", "stats", "ready"])
 def test_help_names_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         run(command, "--help", fake=FakeTransport())
     assert exit_info.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    options = ["--url", "--model", "--timeout-s"]
+    options = ["--url", "--http", "--model", "--timeout-s"]
+    if command == "embed":
+        options += ["--image", "--audio", "--max-slice-nums", "--output", "--fetch-urls"]
+    if command == "stats":
+        options += ["--metrics-url", "--json"]
     if command == "chat":
-        options += ["--image", "--audio", "--system", "--max-tokens", "--temperature", "--seed"]
+        options += [
+            "--image",
+            "--audio",
+            "--video",
+            "--fetch-urls",
+            "--system",
+            "--max-tokens",
+            "--temperature",
+            "--seed",
+        ]
         options += ["--max-slice-nums", "--thinking", "--no-stream", "--timings"]
     for option in options:
         assert option in text
@@ -216,3 +236,101 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
     assert process.wait(timeout=20) == 1
     assert process.stderr.read() == b""
     process.stderr.close()
+
+
+def embedding_fake() -> FakeTransport:
+    rows = np.arange(6, dtype=np.float32).reshape(3, 2)
+    return FakeTransport(tensors={"image_embeds": rows, "audio_embeds": rows[:1]})
+
+
+@pytest.fixture
+def media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.png", "b.png", "c.wav"):
+        Path(name).write_bytes(b"content")
+
+
+def test_embeddings_are_written(media: None, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = embedding_fake()
+    argv = ["--image", "a.png", "--image", "b.png", "--audio", "c.wav", "--max-slice-nums", "2"]
+    assert run("embed", *argv, "-o", "out.npz", fake=fake) == 0
+    with np.load("out.npz") as saved:
+        assert {name: saved[name].shape for name in saved} == {
+            "image_0": (3, 2),
+            "image_1": (3, 2),
+            "audio_0": (1, 2),
+        }
+    assert capsys.readouterr().out == (
+        "image_0  3 x 2  a.png\nimage_1  3 x 2  b.png\naudio_0  1 x 2  c.wav\n"
+    )
+    assert fake.requests[0].inputs["media_parameters"] == [b'{"max_slice_nums": 2}']
+    assert run("embed", "--audio", "c.wav", "-o", "one.npy", fake=embedding_fake()) == 0
+    np.testing.assert_array_equal(np.load("one.npy"), [[0.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["-o", "x.npz"], "give at least one --image or --audio"),
+        (
+            ["--image", "a.png", "-o", "x.txt"],
+            "output: expected a name that ends in .npz or .npy, got 'x.txt'",
+        ),
+        (["--image", "a.png", "--audio", "c.wav", "-o", "x.npy"], "output: .npy holds one array, and there"),
+        (["--image", "gone.png", "-o", "x.npz"], "images[0]: cannot read 'gone.png'"),
+        (["--image", "http://h/x.png", "-o", "x.npz"], "images[0]: is a URL"),
+        (["--image", "a.png", "-o", "no/such/x.npz"], "output: cannot write 'no/such/x.npz': No such file"),
+    ],
+)
+def test_what_cannot_be_embedded(
+    media: None, argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("embed", *argv, fake=embedding_fake()) == 1
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.startswith(f"minicpmo: error: {problem}")
+    assert error.count("\n") == 1
+
+
+def test_options_of_the_client_itself_are_passed_on() -> None:
+    made: list[Any] = []
+
+    def make(url: str, **options: Any) -> Client:
+        made.append((url, options))
+        return Client(url, transport=FakeTransport(["x"]))
+
+    assert main(["chat", "--http", "--fetch-urls", "x"], make_client=make) == 0
+    assert main(["chat", "x"], make_client=make) == 0
+    assert made == [
+        ("http://localhost:8000", {"model": "minicpmo", "fetch_urls": True}),
+        ("localhost:8001", {"model": "minicpmo"}),
+    ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_long_upload_shows_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minicpmo_client.progress.SHOW_AFTER_S", 0.05)
+    terminal = Terminal()
+    with Spinner(12_345_678, terminal):
+        time.sleep(0.4)
+    shown = terminal.getvalue()
+    assert "| 12.3 MB of media on their way, 0 s" in shown
+    assert shown.endswith("\r\x1b[K"), "the line is not cleared"
+
+
+def test_there_is_no_sign_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minicpmo_client.progress.SHOW_AFTER_S", 0.05)
+    no_terminal, without_media, short = io.StringIO(), Terminal(), Terminal()
+    with Spinner(1000, no_terminal), Spinner(0, without_media):
+        with Spinner(1000, short) as spinner:
+            spinner.stop()
+        time.sleep(0.2)
+    assert no_terminal.getvalue() == without_media.getvalue() == short.getvalue() == ""
+
+
+def test_sizes() -> None:
+    assert [size_text(n) for n in (0, 1023, 1024, 2**30)] == ["0 B", "1023 B", "1.0 KiB", "1.0 GiB"]
