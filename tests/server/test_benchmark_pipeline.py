@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tritonclient.grpc as triton_grpc
 from benchmarks.load import Answered, LoadGenerator
-from benchmarks.pipeline import Measurement, Plan, measure_running
+from benchmarks.pipeline import Plan, measure_running
 from benchmarks.requests import KINDS, raw_request
 from benchmarks.serving import derived_repository
 from benchmarks.single_process import OrdinaryEncoders
@@ -44,7 +44,7 @@ def test_a_failed_request_fails_the_measurement(server: TritonServer) -> None:
         LoadGenerator(server.grpc_url, num_processes=1) as clients,
         pytest.raises(RuntimeError, match="max_tokens"),
     ):
-        Measurement(clients, PLAN).load("text", 1, 1, num_tokens=-1)
+        clients.run("text", 1, 1, num_tokens=0, first_index=0)
 
 
 def test_steps_sum_to_the_time_to_first_token() -> None:
