@@ -64,7 +64,13 @@ def child_pids() -> set[int]:
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_checkpoint: Path) -> Iterator[Engine]:
+def others() -> tuple[set[int], set[threading.Thread]]:
+    """Processes and threads of engines that other modules' tests have started."""
+    return child_pids(), set(threading.enumerate())
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_checkpoint: Path, others: object) -> Iterator[Engine]:
     torch.set_num_threads(1)
     engine = start(tiny_checkpoint)
     yield engine
@@ -239,9 +245,11 @@ def test_the_answer_stops_at_the_end_of_the_context(engine: Engine, make: Make) 
     assert answer.increments[0].finish_reasons == ("length",)
 
 
-def test_shutdown_ends_requests_in_flight_and_every_process(engine: Engine, make: Make) -> None:
+def test_shutdown_ends_requests_in_flight_and_every_process(
+    engine: Engine, make: Make, others: tuple[set[int], set[threading.Thread]]
+) -> None:
     """The last test of the module's engine."""
-    pids = child_pids()
+    pids = child_pids() - others[0]
     pids |= {child for pid in pids for child in children(pid)}
     assert pids
     running = submit(engine, make("text", sampling=ENDLESS))
@@ -249,7 +257,7 @@ def test_shutdown_ends_requests_in_flight_and_every_process(engine: Engine, make
     engine.shutdown()
     assert isinstance(running.wait(), Unavailable)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    assert "vllm-loop" not in {thread.name for thread in threading.enumerate()}
+    assert "vllm-loop" not in {thread.name for thread in set(threading.enumerate()) - others[1]}
     assert not engine.is_alive()
 
 

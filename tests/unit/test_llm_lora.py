@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from minicpmo_triton.errors import ConfigError
+from minicpmo_triton.llm import lora
 from minicpmo_triton.llm.lora import lora_requests, read_lora_adapters
 
 ENABLED = {"enable_lora": True}
@@ -88,3 +89,22 @@ def test_a_malformed_file_fails_the_load(tmp_path: Path, value: str, problem: st
     write_list(tmp_path, value)
     with pytest.raises(ConfigError, match=problem):
         read_lora_adapters(tmp_path, ENABLED, {})
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "args", "expected"),
+    [
+        (True, {}, {}),
+        (True, ENABLED, {"max_loras": 1, "max_cpu_loras": 3}),
+        (True, {**ENABLED, "max_loras": 8}, {"max_loras": 8, "max_cpu_loras": 8}),
+        (True, {**ENABLED, "max_loras": 2, "max_cpu_loras": 2}, {"max_loras": 2, "max_cpu_loras": 2}),
+        # On the CPU one slot stays empty: vLLM applies the last one to requests without an adapter.
+        (False, {**ENABLED, "max_loras": 2}, {"max_loras": 4, "max_cpu_loras": 4}),
+    ],
+)
+def test_every_adapter_stays_in_memory(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, args: dict[str, Any], expected: dict[str, int]
+) -> None:
+    monkeypatch.setattr(lora.torch.cuda, "is_available", lambda: on_gpu)
+    adapters = {name: Path(name) for name in "abc"}
+    assert lora.lora_engine_args(args, adapters) == expected

@@ -156,3 +156,19 @@ def test_a_tokenizer_of_remote_code_loads_as_the_generic_one(fixtures_dir: Path,
     ]
     text = cases["text"]["expected"]
     assert tokenizer(text["prompt"]).input_ids == text["input_ids"]
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_the_thinking_tags_are_ordinary_tokens(tiny_checkpoint: Path, tmp_path: Path, special: bool) -> None:
+    checkpoint = Path(shutil.copytree(tiny_checkpoint, tmp_path / "checkpoint"))
+    definition = json.loads((checkpoint / "tokenizer.json").read_text())
+    for token in definition["added_tokens"]:
+        if token["content"] in ("<think>", "</think>"):
+            token["special"] = special
+    (checkpoint / "tokenizer.json").write_text(json.dumps(definition))
+    with open_view(checkpoint) as folder:
+        path = Path(folder) / "tokenizer.json"
+        seen = json.loads(path.read_text())
+        assert path.is_symlink() is not special  # the published tokenizer is left as it is
+    flags = {token["content"]: token["special"] for token in seen["added_tokens"]}
+    assert (flags["<think>"], flags["</think>"], flags["<|im_end|>"]) == (False, False, True)
