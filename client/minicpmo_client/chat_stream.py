@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from types import TracebackType
 
+from minicpmo_client.courier import close_at_exit
 from minicpmo_client.errors import (
     CannotConnect,
     MiniCPMOClientError,
@@ -60,6 +61,7 @@ class ChatStream:
         self._deadline = deadline
         self._start: Callable[[], Call] = lambda: transport.start(request, deadline.remaining_s())
         self._call = transport.start(request, limit_s)
+        close_at_exit(self)
 
     def __iter__(self) -> Generator[Chunk, None, None]:
         # A generator of its own, so that leaving the loop cancels even if the stream is kept in a variable.

@@ -24,7 +24,7 @@ from minicpmo_client.errors import (
     RequestTimeout,
     ServerUnavailable,
 )
-from minicpmo_client.http_wire import Exchange, ReplyReader
+from minicpmo_client.http_wire import Exchange, ReplyReader, connect_problem
 from minicpmo_client.transport import Tensors
 from minicpmo_client.wire import Request, Response
 
@@ -175,7 +175,7 @@ class AsyncHttpCall:
                 address.host, address.port, ssl=context
             )
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = connect_problem(error)
             raise CannotConnect(f"cannot connect to {address.netloc}: {reason}") from None
         self._writer.write(http_wire.request_head(address, self._exchange))
         self._writer.write(self._exchange.body)

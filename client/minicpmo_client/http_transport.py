@@ -23,7 +23,7 @@ from minicpmo_client.errors import (
     RequestTimeout,
     ServerUnavailable,
 )
-from minicpmo_client.http_wire import Exchange, ReplyReader
+from minicpmo_client.http_wire import Exchange, ReplyReader, connect_problem
 from minicpmo_client.transport import Tensors
 from minicpmo_client.wire import Request, Response
 
@@ -155,7 +155,7 @@ class HttpCall:
             self._connection.connect()
         except OSError as error:
             self._connection.close()
-            reason = error.strerror or str(error)
+            reason = connect_problem(error)
             raise CannotConnect(f"cannot connect to {self._address.netloc}: {reason}") from None
         self._socket = self._connection.sock
         if self._cancelled:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -170,6 +171,17 @@ class ReplyReader:
             raise from_http(200, str(reply["error"]), keeps_codes=False)
         found = {name: reply[name] for name in OUTPUTS if name in reply}
         return {name: value if isinstance(value, list) else [value] for name, value in found.items()}
+
+
+def connect_problem(error: OSError) -> str:
+    """Why no connection came about, in the system's words (asyncio puts its own around them).
+
+    >>> connect_problem(ConnectionRefusedError(111, "Connect call failed ('127.0.0.1', 8000)"))
+    'Connection refused'
+    """
+    if type(error).__module__ == "builtins" and error.errno is not None:
+        return os.strerror(error.errno)
+    return error.strerror or str(error) or "timed out"
 
 
 def _generate(request: Request, action: str, kind: Kind) -> Exchange:

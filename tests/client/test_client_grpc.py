@@ -350,3 +350,4 @@ def test_an_abandoned_stream_does_not_keep_the_interpreter(served: tuple[str, Tr
     )
     assert (result.stdout.strip(), result.stderr) == ("abandoned:0", "")
     assert was_cancelled(served[1], "abandoned")
+    assert "abandoned" in served[1].aborted

@@ -7,6 +7,8 @@ import base64
 import gc
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -186,7 +188,9 @@ def unused_port() -> int:
 
 def test_without_a_server(unused_port: int, ask: Ask) -> None:
     for stream in (True, False):
-        with pytest.raises(CannotConnect, match=rf"^cannot connect to 127.0.0.1:{unused_port}: "):
+        with pytest.raises(
+            CannotConnect, match=rf"^cannot connect to 127.0.0.1:{unused_port}: Connection refused$"
+        ):
             ask(f"http://127.0.0.1:{unused_port}", "x", stream=stream)
     with pytest.raises(CannotConnect, match=r"cannot connect to no-such-host\.invalid:80: "):
         ask("http://no-such-host.invalid:80", "x")
@@ -403,3 +407,27 @@ def test_many_threads_share_a_client(triton: TritonHttp) -> None:
     with Client(triton.url, timeout_s=WAIT_S) as client, ThreadPoolExecutor(16) as threads:
         answers = threads.map(lambda i: client.chat("slow 3", request_id=f"t{i}").read().text, range(48))
         assert list(answers) == [f"t{i}:0 t{i}:1 t{i}:2 " for i in range(48)]
+
+
+@pytest.mark.parametrize("how", ["break", "abandon"])
+def test_a_program_that_ends_still_tells_the_engine(how: str, triton: TritonHttp) -> None:
+    code = f"""
+from minicpmo_client import Client
+stream = Client({triton.url!r}).chat("slow 1000", request_id="ended {how}")
+if {how!r} == "abandon":
+    print(next(stream).text)
+else:
+    for chunk in stream:
+        print(chunk.text)
+        break
+    del stream
+"""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S * 3,
+        check=True,
+    )
+    assert (result.stdout.strip(), result.stderr) == (f"ended {how}:0", "")
+    assert f"ended {how}" in triton.aborted

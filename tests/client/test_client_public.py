@@ -28,6 +28,7 @@ WITH_EXAMPLES = {
     "minicpmo_client.embeddings",
     "minicpmo_client.errors",
     "minicpmo_client.fake",
+    "minicpmo_client.http_wire",
     "minicpmo_client.sse",
     "minicpmo_client.stats",
     "minicpmo_client.wire",
