@@ -27,7 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from minicpmo_triton.encoders import kernels
 from minicpmo_triton.encoders.audio import AudioModule, num_positions, visible_ends
-from minicpmo_triton.encoders.kernels import PLAIN, KernelChoice, LinearTiles, Tiles
+from minicpmo_triton.encoders.kernels import PLAIN, KernelChoice, Tiles
 from minicpmo_triton.encoders.random_weights import random_audio_module, random_vision_module
 from minicpmo_triton.encoders.resampler import sincos_table
 from minicpmo_triton.encoders.vision import (
@@ -43,8 +43,6 @@ ATTENTION_TILES = (
     *(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(64, 128, 4, 2)),
     *(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 128, 8, 2)),
 )
-SMALL_TILES = (LinearTiles(64, 32, 128, 4, 3), LinearTiles(64, 64, 64, 4, 4))
-LARGE_TILES = (LinearTiles(128, 128, 64, 8, 4), LinearTiles(128, 256, 64, 8, 3))
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -205,13 +203,7 @@ def product_tables(table: Table) -> None:
             "torch": partial(kernels.linear_gelu, x, weight, bias, form, PLAIN),
             "cublas tanh": partial(kernels.cublas_linear_gelu, x, weight, bias),
         }
-        triton: dict[str, Step] = {}
-        for t in SMALL_TILES if rows <= kernels.SMALL_ROWS else LARGE_TILES:
-            choice = KernelChoice(linear_tiles=(t, t))
-            name = f"{t.rows}x{t.columns}x{t.inner}w{t.num_warps}s{t.num_stages}"
-            triton[name] = partial(kernels.triton_linear_gelu, x, weight, bias, form, choice)
-        compile_all(list(triton.values()))
-        table.measure(f"fc1+gelu {rows}x{columns}x{depth}", steps | triton)
+        table.measure(f"fc1+gelu {rows}x{columns}x{depth}", steps)
     for rows in (1024, 8192):
         x, steps = randn(rows, 1152), {}
         for inner in (4304, 4352, 4608):
@@ -252,13 +244,10 @@ def choices(tiles: Tiles, vision: bool) -> Iterator[tuple[str, KernelChoice]]:
     yield "stem", KernelChoice(stem=True)
     yield "attention triton", KernelChoice(attention="triton", attention_tiles=tiles)
     if vision:
-        yield "gelu cublas", KernelChoice(gelu="cublas")
-    yield "gelu triton", KernelChoice(gelu="triton", linear_tiles=(SMALL_TILES[0], LARGE_TILES[0]))
-    fast = KernelChoice(add_norm=True, stem=True, gelu="cublas")
-    both = replace(fast, attention="triton", attention_tiles=tiles)
-    yield "norm+stem+cublas", fast
-    yield "norm+stem+cublas+attention", both
-    yield "all triton", replace(both, gelu="triton", linear_tiles=(SMALL_TILES[0], LARGE_TILES[0]))
+        yield "gelu in the product", KernelChoice(fused_gelu=True)
+    fast = KernelChoice(add_norm=True, stem=True, fused_gelu=vision)
+    yield "all but attention", fast
+    yield "all", replace(fast, attention="triton", attention_tiles=tiles)
 
 
 def module_table(

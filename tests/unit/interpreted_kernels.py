@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minicpmo_triton.encoders import kernels
 from minicpmo_triton.encoders.audio import visible_ends
-from minicpmo_triton.encoders.kernels import PLAIN, Gelu, KernelChoice, LinearTiles, Tiles
+from minicpmo_triton.encoders.kernels import PLAIN, Tiles
 
 #: In float32 the interpreter sums in another order than torch, no more.
 FLOAT32 = 2e-6
@@ -55,16 +54,6 @@ def test_windows(stride: int, length: int) -> None:
     x = torch.randn(2, length, 24)
     got = kernels.triton_windows(x, stride, torch.float32)
     assert torch.equal(got, kernels.windows(x, stride, torch.float32, PLAIN))
-
-
-@pytest.mark.parametrize("approximate", ["none", "tanh"])
-@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 16, 32), (37, 40, 72), (70, 33, 32)])
-def test_linear_gelu(rows: int, columns: int, depth: int, approximate: Gelu) -> None:
-    x, weight, bias = torch.randn(rows, depth), torch.randn(columns, depth), torch.randn(columns)
-    tiles = LinearTiles(16, 32, 32, 4, 2)
-    choice = KernelChoice(linear_tiles=(tiles, tiles))
-    got = kernels.triton_linear_gelu(x[None], weight, bias, approximate, choice)
-    assert error(got[0], F.gelu(F.linear(x, weight, bias), approximate=approximate)) < FLOAT32
 
 
 def attention(qkv: Tensor, heads: int, visible_end: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from minicpmo_triton.encoders import kernels, random_weights
 from minicpmo_triton.encoders.audio import visible_ends
 from minicpmo_triton.encoders.kernels import PLAIN, KernelChoice
 
-EVERYTHING = KernelChoice(add_norm=True, gelu="triton", attention="triton", stem=True)
+EVERYTHING = KernelChoice(add_norm=True, fused_gelu=True, attention="triton", stem=True)
 
 
 def test_the_kernels_compute_what_torch_does() -> None:

@@ -22,6 +22,7 @@ from minicpmo_triton.encoders.kernels import (
     add_norm,
     linear_gelu,
     runs_kernels,
+    sdpa_order,
     use_kernels,
     visibility,
     windows,
@@ -241,6 +242,7 @@ class AudioModule(nn.Module):
         :func:`num_positions`. Returns [B, T, hidden_size] with T of :func:`num_tokens`, in the
         weights' type.
         """
-        features = self.apm(mel, visible_end)
+        with sdpa_order(mel):
+            features = self.apm(mel, visible_end)
         output: Tensor = self.audio_projection_layer(features)
         return output

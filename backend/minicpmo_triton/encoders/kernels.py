@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -39,44 +40,32 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class LinearTiles:
-    """Rows, columns and depth of a product's tile, warps of a program, tiles under way at once."""
-
-    rows: int
-    columns: int
-    inner: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True)
 class KernelChoice:
     """How an encoder computes on CUDA in bfloat16. The default is torch's own operators."""
 
     #: Residual addition and layer norm in one pass.
     add_norm: bool = False
-    #: GELU in the product before it: cuBLASLt's epilogue (tanh form only) or a Triton product.
-    gelu: Literal["torch", "cublas", "triton"] = "torch"
+    #: The tanh form of GELU in the product before it, by cuBLASLt.
+    fused_gelu: bool = False
     attention: Literal["torch", "triton"] = "torch"
     #: Reading the input: patches to pixels, or frames to convolution windows, in one pass.
     stem: bool = False
     attention_tiles: Tiles = Tiles(64, 64, 4, 3)
-    #: Of products with at most 64 rows, and with more.
-    linear_tiles: tuple[LinearTiles, LinearTiles] = (
-        LinearTiles(64, 32, 128, 4, 3),
-        LinearTiles(128, 256, 64, 8, 3),
-    )
 
 
+#: torch's own operators alone: the reference, and what runs where the others do not.
 PLAIN = KernelChoice()
-#: What to run by default; PLAIN until measured on a GPU (benchmarks/kernel_choices.py).
-VISION_KERNELS = PLAIN
-AUDIO_KERNELS = PLAIN
-#: What is expected to win.
-FAST_VISION = KernelChoice(add_norm=True, gelu="cublas", stem=True)
-FAST_AUDIO = KernelChoice(add_norm=True, attention="triton", stem=True)
+#: What wins on an H200 (docs/benchmarks.md): cuDNN's attention at head size 72, ours with a mask.
+VISION_KERNELS = KernelChoice(add_norm=True, fused_gelu=True, stem=True)
+AUDIO_KERNELS = KernelChoice(add_norm=True, attention="triton", stem=True)
 
-SMALL_ROWS = 64
+#: Fastest first at these sizes. vLLM switches cuDNN's off for its whole process when it is imported.
+_SDPA_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 class Switchable(nn.Module):
@@ -143,11 +132,8 @@ def triton_add_norm(x: Tensor, delta: Tensor, norm: nn.LayerNorm) -> tuple[Tenso
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor, approximate: Gelu, choice: KernelChoice) -> Tensor:
     """GELU of a linear layer: x [..., K], weight [N, K], bias [N] -> [..., N]."""
-    if choice.gelu != "torch" and runs_kernels(x):
-        if choice.gelu == "triton":
-            return triton_linear_gelu(x, weight, bias, approximate, choice)
-        if approximate == "tanh":
-            return cublas_linear_gelu(x, weight, bias)
+    if choice.fused_gelu and approximate == "tanh" and runs_kernels(x):
+        return cublas_linear_gelu(x, weight, bias)
     return F.gelu(F.linear(x, weight, bias), approximate=approximate)
 
 
@@ -158,25 +144,9 @@ def cublas_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return output.view(*x.shape[:-1], len(weight))
 
 
-def triton_linear_gelu(
-    x: Tensor, weight: Tensor, bias: Tensor, approximate: Gelu, choice: KernelChoice
-) -> Tensor:
-    from minicpmo_triton.encoders.triton_kernels import linear_gelu_kernel
-
-    x = x.contiguous()
-    num_columns, depth = weight.shape
-    num_rows = x.numel() // depth
-    tiles = choice.linear_tiles[num_rows > SMALL_ROWS]
-    out = x.new_empty(*x.shape[:-1], num_columns)
-    num_tiles = -(-num_rows // tiles.rows) * -(-num_columns // tiles.columns)
-    with _on_device_of(x):
-        linear_gelu_kernel[(num_tiles,)](
-            *(x, weight, bias, out, num_rows, num_columns, depth),
-            *(tiles.rows, tiles.columns, tiles.inner, 8, approximate == "tanh"),
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-        )
-    return out
+def sdpa_order(tensor: Tensor) -> AbstractContextManager[None]:
+    """While it lasts, torch's attention on ``tensor``'s device takes the fastest kernel that fits."""
+    return sdpa_kernel(_SDPA_BACKENDS, set_priority=True) if tensor.is_cuda else nullcontext()
 
 
 def additive_mask(visible_end: Tensor, dtype: torch.dtype) -> Tensor:

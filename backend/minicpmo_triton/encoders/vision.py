@@ -27,6 +27,7 @@ from minicpmo_triton.encoders.kernels import (
     linear_gelu,
     runs_kernels,
     scale_patches,
+    sdpa_order,
     use_kernels,
 )
 from minicpmo_triton.encoders.resampler import HEAD_DIM, Resampler, sincos_table
@@ -37,6 +38,10 @@ from minicpmo_triton.schema import PATCH_SIZE, PATCH_VALUES
 MAX_SLICE_PATCHES = 4900
 #: Grids whose positions stay on the device; one of 1024 patches takes 24 KiB.
 MAX_CACHED_GRIDS = 256
+
+#: Width of the layer between, and up to how many rows it pays (H200: 38 against 41 us at 1024 rows).
+WIDTH_ALIGNMENT = 128
+WIDENED_ROWS = 2048
 
 Grid = tuple[int, int]  # rows, columns of patches
 
@@ -92,12 +97,23 @@ def read_vision_config(checkpoint: Checkpoint) -> tuple[VisionConfig, TowerConfi
 class Mlp(Switchable):
     def __init__(self, dim: int, inner: int) -> None:
         super().__init__()
+        self.inner = inner
         self.fc1 = nn.Linear(dim, inner)
         self.fc2 = nn.Linear(inner, dim)
 
+    def prepare(self) -> None:
+        """Widen the layer between with zeros, which change nothing: 4304 columns become 4352."""
+        more = -self.inner % WIDTH_ALIGNMENT
+        self.fc1.weight = nn.Parameter(F.pad(self.fc1.weight.detach(), (0, 0, 0, more)))
+        self.fc1.bias = nn.Parameter(F.pad(self.fc1.bias.detach(), (0, more)))
+        self.fc2.weight = nn.Parameter(F.pad(self.fc2.weight.detach(), (0, more)))
+
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.fc2(linear_gelu(x, self.fc1.weight, self.fc1.bias, "tanh", self.kernels))
-        return output
+        # Products of few rows are faster at the aligned width; those of many do the work of the zeros.
+        few = runs_kernels(x) and x.shape[0] * x.shape[1] <= WIDENED_ROWS
+        width = self.fc1.out_features if not few else len(self.fc1.weight)
+        inner = linear_gelu(x, self.fc1.weight[:width], self.fc1.bias[:width], "tanh", self.kernels)
+        return F.linear(inner, self.fc2.weight[:, :width], self.fc2.bias)
 
 
 class VisionLayer(Switchable):
@@ -186,6 +202,9 @@ class VisionModule(nn.Module):
         """Lay the weights out as the forward pass reads them, and compile its kernels."""
         fuse_attention(self)
         self.vpm.embeddings.prepare()
+        for part in self.vpm.modules():
+            if isinstance(part, Mlp):
+                part.prepare()
         self.resampler.prepare()
         table = sincos_table(MAX_SLICE_PATCHES, self.hidden_size // 2)  # rounded from float32 once
         self.register_buffer("position_table", table.to(self.resampler.proj), persistent=False)
@@ -211,9 +230,10 @@ class VisionModule(nn.Module):
         resampler_positions int64 [B, N, 2], column and row of each patch. Returns
         [B, num_queries, hidden_size] in the weights' type.
         """
-        features = self.vpm(patches, position_ids)
-        positions = F.embedding(resampler_positions, self.get_buffer("position_table")).flatten(-2)
-        output: Tensor = self.resampler(features, positions)
+        with sdpa_order(patches):
+            features = self.vpm(patches, position_ids)
+            positions = F.embedding(resampler_positions, self.get_buffer("position_table")).flatten(-2)
+            output: Tensor = self.resampler(features, positions)
         return output
 
 
