@@ -1,8 +1,13 @@
-"""The models' own figures on Triton's metrics endpoint; docs/metrics.md says what each means."""
+"""The models' own figures on Triton's metrics endpoint; docs/metrics.md says what each means.
+
+Triton's metric objects are not for two threads at once: that ends the server (seen on 2.51). Every use
+of one goes through :func:`_update`, one at a time in a process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -14,6 +19,13 @@ PREFIX = "minicpmo_encoder"
 CALL_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 REQUEST_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 CAPTURE_SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+_one_at_a_time = threading.Lock()
+
+
+def _update(operation: Callable[[float], object], value: float) -> None:
+    with _one_at_a_time:
+        operation(value)
 
 
 class EncoderMetrics:
@@ -78,24 +90,24 @@ class EncoderMetrics:
             (self._pool, pool_bytes),
         ):
             if self._published.get(gauge) != value:
-                gauge.set(value)
+                _update(gauge.set, value)
                 self._published[gauge] = value
 
     def _raise_to(self, counter: Any, total: float) -> None:
         added = total - self._published.get(counter, 0)
         if added > 0:
-            counter.increment(added)
+            _update(counter.increment, added)
             self._published[counter] = total
 
     def add_items(self, count: int) -> None:
-        self._items.increment(count)
+        _update(self._items.increment, count)
 
     def observe_call(self, path: str, seconds: float) -> None:
         """One call of the encoder; ``path`` is ``graph`` or ``eager``."""
-        self._seconds[path].observe(seconds)
+        _update(self._seconds[path].observe, seconds)
 
     def observe_capture(self, seconds: float) -> None:
-        self._captures.observe(seconds)
+        _update(self._captures.observe, seconds)
 
 
 class RequestMetrics:
@@ -119,8 +131,8 @@ class RequestMetrics:
         )
 
     def observe(self, queue_seconds: float, total_seconds: float) -> None:
-        self._queue.observe(queue_seconds)
-        self._total.observe(total_seconds)
+        _update(self._queue.observe, queue_seconds)
+        _update(self._total.observe, total_seconds)
 
 
 class InFlightMetric:
@@ -135,4 +147,4 @@ class InFlightMetric:
         self._gauge = self._family.Metric(labels={"model": model, "version": version})
 
     def set(self, count: int) -> None:
-        self._gauge.set(count)
+        _update(self._gauge.set, count)

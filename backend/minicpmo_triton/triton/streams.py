@@ -26,7 +26,11 @@ class Cancellable(Protocol):
 
 
 class Stream:
-    """One request on its way. ``finish`` is called once, after the last ``send``; any thread may cancel."""
+    """One request on its way. ``finish`` is called once, after the last ``send``; any thread may cancel.
+
+    Triton's side of a request is gone with its final response, and asking after it then ends the server
+    (seen on 2.51). So that response waits for a question under way, and none is asked after it.
+    """
 
     def __init__(self, request_id: str, sender: Any, responder: Responder) -> None:
         self.request_id = request_id
@@ -35,6 +39,8 @@ class Stream:
         self._lock = threading.Lock()
         self._work: Cancellable | None = None
         self._is_cancelled = False
+        self._question = threading.Lock()
+        self._is_finished = False
 
     def send(self, build: Callable[[], Any]) -> None:
         """Queue a response; ``build`` makes it on the responder's thread."""
@@ -42,17 +48,19 @@ class Stream:
 
     def finish(self, error: MiniCPMOError | None = None) -> None:
         """Queue the final response: the error, or nothing but the flag."""
-        self._responder.put(lambda: self._finish(error))
+        self.finish_with(None if error is None else tensors.error_response(error))
 
     def finish_with(self, reply: Any) -> None:
-        """Queue the one and only response."""
-        self._responder.put(lambda: tensors.send_final(self._sender, reply))
+        """Queue the final response; ``None`` is nothing but the flag."""
+        self._responder.put(lambda: self._finish(reply))
 
-    def _finish(self, error: MiniCPMOError | None) -> None:
-        if error is None:
+    def _finish(self, reply: Any) -> None:
+        with self._question:
+            self._is_finished = True
+        if reply is None:
             self._sender.send(flags=tensors.FINAL)
         else:
-            tensors.send_final(self._sender, tensors.error_response(error))
+            tensors.send_final(self._sender, reply)
 
     def begin(self, work: Cancellable) -> None:
         """From now on a cancellation is passed on to ``work``; at once if it has come already."""
@@ -75,7 +83,8 @@ class Stream:
 
     def is_given_up(self) -> bool:
         """Whether the client has cancelled or gone, as Triton sees it (a call to the server)."""
-        return bool(self._sender.is_cancelled())
+        with self._question:
+            return not self._is_finished and bool(self._sender.is_cancelled())
 
 
 class Responder:
