@@ -142,6 +142,12 @@ def measure_running(
         measurement.warm_up(kind)
         graphs_before, statistics = graph_counters(metrics_url), read_statistics(triton)
         loads = measurement.measure(kind)
+        for concurrency, figure in loads.items():  # what a run that is cut off has found so far
+            say(
+                f"  {concurrency} clients: first token {figure['first_token_ms']:.1f} ms (p90 "
+                f"{figure['first_token_p90_ms']:.1f}), inter-token {figure['inter_token_ms']:.2f} ms, "
+                f"{figure['requests_per_s']:.1f} requests/s"
+            )
         kinds[kind] = {
             "clients": loads,
             "triton": between(statistics, read_statistics(triton)),

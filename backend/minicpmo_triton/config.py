@@ -38,14 +38,14 @@ def parse_bool(name: str, text: str) -> bool:
     return text == "true"
 
 
-def _parse(spec: Field[Any], text: str) -> object:
+def _parse(name: str, spec: Field[Any], text: str) -> object:
     if spec.type == "bool":
-        return parse_bool(spec.name, text)
+        return parse_bool(name, text)
     if spec.type == "int":
-        return parse_int(spec.name, text, spec.metadata.get("minimum", 0))
+        return parse_int(name, text, spec.metadata.get("minimum", 0))
     choices = spec.metadata.get("choices")
     if choices and text not in choices:
-        raise ConfigError(f"parameter {spec.name}: expected one of {', '.join(choices)}, got {text!r}")
+        raise ConfigError(f"parameter {name}: expected one of {', '.join(choices)}, got {text!r}")
     return text
 
 
@@ -72,7 +72,7 @@ class ModelParameters:
         The environment wins over config.pbtxt. Raises :class:`ConfigError` for an unknown key or a
         value of the wrong type.
         """
-        known = {spec.name: spec for spec in fields(cls)}
+        known = {spec.metadata.get("key", spec.name): spec for spec in fields(cls)}
         unknown = sorted(set(parameters) - set(known))
         if unknown:
             raise ConfigError(
@@ -82,7 +82,7 @@ class ModelParameters:
         for name, spec in known.items():
             text = env.get(spec.metadata.get("env", "")) or parameters.get(name, {}).get("string_value")
             if text is not None:
-                values[name] = _parse(spec, text)
+                values[spec.name] = _parse(name, spec, text)
             elif spec.default is MISSING:
                 raise ConfigError(f"parameter {name} is missing in config.pbtxt")
         return cls(**values)
@@ -129,6 +129,9 @@ class EncoderParameters(ModelParameters):
 @dataclass(frozen=True)
 class LLMParameters(ModelParameters):
     """Parameters of ``llm``; the engine's own arguments are in ``1/model.json``."""
+
+    #: Whether vLLM's own metrics appear on Triton's endpoint; named as in Triton's vLLM backend.
+    report_custom_metrics: bool = field(default=True, metadata={"key": "REPORT_CUSTOM_METRICS"})
 
 
 def resolve_dtype(dtype: str, on_gpu: bool) -> str:

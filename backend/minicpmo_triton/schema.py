@@ -55,6 +55,7 @@ RETURN_CUMULATIVE_LOGPROB = Tensor("return_cumulative_logprob", "BOOL", (1,), op
 RETURN_LOGPROBS = Tensor("return_logprobs", "BOOL", (1,), optional=True)
 RETURN_NUM_INPUT_TOKENS = Tensor("return_num_input_tokens", "BOOL", (1,), optional=True)
 RETURN_NUM_OUTPUT_TOKENS = Tensor("return_num_output_tokens", "BOOL", (1,), optional=True)
+RETURN_REASONING = Tensor("return_reasoning_output", "BOOL", (1,), optional=True)
 #: A request with only this aborts the generations whose Triton request id it names.
 CANCEL_REQUEST_ID = Tensor("cancel_request_id", "STRING", (1,), optional=True)
 
@@ -71,6 +72,7 @@ AUDIO_EMBEDS = Tensor("audio_embeds", EMBEDS_DTYPE, (-1, -1))  # [N, H]
 
 # What a client gets. The leading dimension is the number of sequences (sampling parameter ``n``).
 TEXT_OUTPUT = Tensor("text_output", "STRING", (-1,))
+REASONING_OUTPUT = Tensor("reasoning_output", "STRING", (-1,))  # the thinking, apart from text_output
 FINISH_REASON = Tensor("finish_reason", "STRING", (-1,))
 CUMULATIVE_LOGPROB = Tensor("cumulative_logprob", "FP32", (-1,))
 LOGPROBS = Tensor("logprobs", "STRING", (-1,))  # JSON: per token a list of {token_id: {...}}, or null
@@ -78,9 +80,18 @@ NUM_INPUT_TOKENS = Tensor("num_input_tokens", "UINT32", (1,))
 NUM_OUTPUT_TOKENS = Tensor("num_output_tokens", "UINT32", (-1,))
 
 MEDIA_INPUTS = (TEXT_INPUT, MESSAGES, IMAGE, AUDIO, VIDEO, MEDIA_PARAMETERS)
-ANSWER = (TEXT_OUTPUT, FINISH_REASON, CUMULATIVE_LOGPROB, LOGPROBS, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS)
+ANSWER = (
+    TEXT_OUTPUT,
+    REASONING_OUTPUT,
+    FINISH_REASON,
+    CUMULATIVE_LOGPROB,
+    LOGPROBS,
+    NUM_INPUT_TOKENS,
+    NUM_OUTPUT_TOKENS,
+)
 #: Input that asks ``llm``, used directly, for an output beside the text -> that output.
 RETURN_FLAGS = {
+    RETURN_REASONING: REASONING_OUTPUT,
     RETURN_FINISH_REASON: FINISH_REASON,
     RETURN_CUMULATIVE_LOGPROB: CUMULATIVE_LOGPROB,
     RETURN_LOGPROBS: LOGPROBS,

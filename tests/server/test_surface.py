@@ -56,7 +56,14 @@ def test_llm_gives_extra_outputs_only_when_asked(server: TritonServer) -> None:
     values = {"text_input": "Hi", "sampling_parameters": json.dumps({**json.loads(GREEDY), "logprobs": 1})}
     [plain] = stream_whole(server.grpc_url, "llm", values).responses
     assert set(plain) == {"text_output"}
-    flags = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
+    flags = (
+        "reasoning_output",
+        "finish_reason",
+        "cumulative_logprob",
+        "logprobs",
+        "num_input_tokens",
+        "num_output_tokens",
+    )
     asked = {f"return_{name}": True for name in flags}
     [full] = stream_whole(server.grpc_url, "llm", {**values, **asked}).responses
     assert set(full) == {"text_output", *flags}
@@ -71,7 +78,7 @@ def test_ensemble_always_gives_every_output(server: TritonServer) -> None:
     answer = stream_whole(
         server.grpc_url, "minicpmo", {"text_input": "Hi", "stream": True, "sampling_parameters": GREEDY}
     )
-    assert all(len(response) == 6 for response in answer.responses)
+    assert all(len(response) == 7 for response in answer.responses)
     assert sum(int(r["num_output_tokens"][0]) for r in answer.responses) == 12
     assert answer.responses[-1]["finish_reason"].tolist() == [b"length"]
 

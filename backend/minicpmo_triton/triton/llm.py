@@ -21,13 +21,18 @@ from minicpmo_triton import schema
 from minicpmo_triton.checkpoint import resolve_checkpoint
 from minicpmo_triton.config import LLMParameters, resolve_dtype
 from minicpmo_triton.errors import InvalidArgument, MiniCPMOError
-from minicpmo_triton.llm.engine import Engine, Generation, Increment, read_engine_args
+from minicpmo_triton.llm.engine import Engine, Generation, Increment, read_engine_args, read_lora_adapters
+from minicpmo_triton.llm.stats import EngineStats
+from minicpmo_triton.llm.thinking import AnswerSplitter
 from minicpmo_triton.triton import bls, tensors
-from minicpmo_triton.triton.metrics import InFlightMetric
+from minicpmo_triton.triton.metrics import EngineMetrics, InFlightMetric
+from minicpmo_triton.triton.microbatch import MicroBatcher
 from minicpmo_triton.triton.streams import InFlight, Responder, Stream
 
 #: Raw requests that wait for ``encode`` at a time; more wait in order.
 CONCURRENT_ENCODES = 64
+#: Iterations of the engine that one update of the metrics takes together at most.
+MAX_MERGED_ITERATIONS = 256
 
 
 @dataclass(frozen=True)
@@ -90,10 +95,18 @@ def read_answer_form(request: Any, is_encoded: bool) -> _AnswerForm:
     )
 
 
-def answer_outputs(increment: Increment, form: _AnswerForm) -> list[Any]:
-    """The outputs that were asked for, one element per sequence of the increment."""
+def answer_outputs(increment: Increment, form: _AnswerForm, splitter: AnswerSplitter) -> list[Any]:
+    """The outputs that were asked for, one element per sequence of the increment.
+
+    The thinking is taken out of the text only for those who get it as an output of its own.
+    """
+    thinking: tuple[str, ...] = ()
+    texts = increment.texts
+    if schema.REASONING_OUTPUT in form.outputs:
+        thinking, texts = splitter.split(increment)
     values: dict[schema.Tensor, Callable[[], Any]] = {
-        schema.TEXT_OUTPUT: lambda: [(form.prefix + text).encode() for text in increment.texts],
+        schema.TEXT_OUTPUT: lambda: [(form.prefix + text).encode() for text in texts],
+        schema.REASONING_OUTPUT: lambda: [text.encode() for text in thinking],
         schema.FINISH_REASON: lambda: [(reason or "").encode() for reason in increment.finish_reasons],
         # Nothing rather than a made-up number where log-probabilities were not asked for.
         schema.CUMULATIVE_LOGPROB: lambda: [p for p in increment.cumulative_logprobs if p is not None],
@@ -113,7 +126,21 @@ class LLMModel:
         engine_args = read_engine_args(folder / "model.json")
         checkpoint = resolve_checkpoint(parameters.checkpoint)
         dtype = resolve_dtype(parameters.dtype, torch.cuda.is_available())
-        self._engine = Engine.start(checkpoint, engine_args, dtype)
+        self._engine_metrics: EngineMetrics | None = None
+        self._statistics: MicroBatcher[EngineStats] = MicroBatcher(
+            "metrics", self._publish, MAX_MERGED_ITERATIONS
+        )
+        self._engine = Engine.start(
+            checkpoint,
+            engine_args,
+            dtype,
+            lora_adapters=read_lora_adapters(folder, engine_args),
+            on_stats=self._statistics.submit if parameters.report_custom_metrics else None,
+        )
+        if parameters.report_custom_metrics:
+            self._engine_metrics = EngineMetrics(
+                args["model_name"], args["model_version"], self._engine.facts.max_model_len
+            )
         self._responder = Responder()
         self._metric = InFlightMetric(args["model_name"], args["model_version"])
         self._in_flight = InFlight(self._metric.set)
@@ -161,14 +188,19 @@ class LLMModel:
             stream=form.stream,
             **vars(encoded),
         )
+        splitter = self._engine.answer_splitter(generation)
         handle = self._engine.submit(
             generation,
             on_output=lambda increment: stream.send(
-                lambda: tensors.response(answer_outputs(increment, form))
+                lambda: tensors.response(answer_outputs(increment, form, splitter))
             ),
             on_done=lambda error: self._end(stream, error),
         )
         stream.begin(handle)
+
+    def _publish(self, records: list[EngineStats]) -> None:
+        if self._engine_metrics is not None:  # None while the engine starts: it runs trials then
+            self._engine_metrics.publish(records)
 
     def _end(self, stream: Stream, error: MiniCPMOError | None) -> None:
         self._in_flight.remove(stream)
@@ -179,3 +211,4 @@ class LLMModel:
         self._engine.shutdown()
         self._in_flight.close()
         self._responder.close()
+        self._statistics.close()

@@ -13,6 +13,8 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from minicpmo_triton.graphs.stats import GraphStats, Miss
+from minicpmo_triton.llm.metrics import VLLM_METRICS, Metric
+from minicpmo_triton.llm.stats import EngineStats, merge
 
 PREFIX = "minicpmo_encoder"
 #: Upper bounds in seconds: a replay of a second of audio takes about one millisecond.
@@ -148,3 +150,45 @@ class InFlightMetric:
 
     def set(self, count: int) -> None:
         _update(self._gauge.set, count)
+
+
+class EngineMetrics:
+    """vLLM's own metrics under vLLM's names, from what its engine leaves behind at each iteration."""
+
+    def __init__(self, model: str, version: str, max_model_len: int) -> None:
+        self._families: list[Any] = []
+        self._metrics: list[tuple[Metric, dict[str, Any]]] = []  # label value ("" for none) -> metric
+        self._labels = {"model": model, "version": version}
+        for spec in VLLM_METRICS:
+            kind = getattr(pb_utils.MetricFamily, spec.kind.upper())
+            family = pb_utils.MetricFamily(name=spec.name, description=spec.description, kind=kind)
+            self._families.append(family)
+            made: dict[str, Any] = {}
+            if spec.kind == "histogram":
+                made[""] = family.Metric(labels=self._labels, buckets=list(spec.buckets(max_model_len)))
+            elif spec.label is None:
+                made[""] = family.Metric(labels=self._labels)
+            self._metrics.append((spec, made))
+
+    def publish(self, records: list[EngineStats]) -> None:
+        """Bring the endpoint up to date with a few iterations."""
+        stats = merge(records)
+        for index, (spec, made) in enumerate(self._metrics):
+            value = getattr(stats, spec.field)
+            if spec.label is not None:
+                for name, added in value.items():
+                    metric = made.get(name) or self._labelled(index, spec.label, name)
+                    _update(metric.increment, added)
+            elif spec.kind == "histogram":
+                for observation in value:
+                    _update(made[""].observe, observation)
+            elif spec.kind == "gauge":
+                if value is not None:
+                    _update(made[""].set, value)
+            elif value:
+                _update(made[""].increment, value)
+
+    def _labelled(self, index: int, label: str, value: str) -> Any:
+        metric = self._families[index].Metric(labels={**self._labels, label: value})
+        self._metrics[index][1][value] = metric
+        return metric
