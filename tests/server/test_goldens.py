@@ -102,7 +102,9 @@ def test_greedy_tokens(name: str, goldens: Mapping[str, Any], media_dir: Path, c
     assert ids[:steps] == expected["greedy_token_ids"][:steps]
     if steps == 16:
         # vLLM holds back the bytes of a character that the answer's end cuts; the goldens show them.
-        assert text.rstrip("\ufffd") == expected["greedy_text"].rstrip("\ufffd")
+        # What the (random) model thinks, from <think> on, is an output of its own.
+        answer, _, _ = expected["greedy_text"].partition("<think>")
+        assert text.rstrip("\ufffd") == answer.rstrip("\ufffd")
 
 
 @pytest.mark.parametrize("name", ["text", "image_and_audio"])

@@ -22,6 +22,7 @@ from minicpmo_triton.checkpoint import resolve_checkpoint
 from minicpmo_triton.config import LLMParameters, resolve_dtype
 from minicpmo_triton.errors import InvalidArgument, MiniCPMOError
 from minicpmo_triton.llm.engine import Engine, Generation, Increment, read_engine_args, read_lora_adapters
+from minicpmo_triton.llm.process import prepare_process
 from minicpmo_triton.llm.stats import EngineStats
 from minicpmo_triton.llm.thinking import AnswerSplitter
 from minicpmo_triton.triton import bls, tensors
@@ -121,6 +122,7 @@ class LLMModel:
     """Owns the engine; an encoded request costs ``execute`` a parse and a hand-over."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
+        prepare_process()
         parameters = LLMParameters.read(tensors.model_config(args).get("parameters", {}))
         folder = Path(args["model_repository"]) / args["model_version"]
         engine_args = read_engine_args(folder / "model.json")
