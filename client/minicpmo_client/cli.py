@@ -82,7 +82,9 @@ def _add_chat(subparsers: Any) -> None:
     )
     chat.add_argument("--seed", type=int, metavar="N", help="of the sampling (default: none)")
     _add_slices(chat)
-    chat.add_argument("--thinking", action="store_true", help="let the model think before it answers")
+    chat.add_argument(
+        "--thinking", action="store_true", help="let the model think first, and print that to stderr"
+    )
     chat.add_argument("--no-stream", action="store_true", help="print the answer once it is complete")
     chat.add_argument(
         "--timings",

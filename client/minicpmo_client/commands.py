@@ -53,25 +53,56 @@ class Timings:
         return ", ".join(parts)
 
 
+class Thoughts:
+    """Prints the thinking to stderr under a heading, dimmed on a terminal, apart from the answer."""
+
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
+        self._last = ""
+
+    def add(self, text: str) -> None:
+        if not self._shown or not text:
+            return
+        if not self._last:
+            self._write("Thinking:\n")
+        self._write(text)
+        self._last = text
+
+    def end(self) -> None:
+        """What follows starts on a line of its own."""
+        if self._last and not self._last.endswith("\n"):
+            print(file=sys.stderr, flush=True)
+        self._last = ""
+
+    @staticmethod
+    def _write(text: str) -> None:
+        # Undone with every piece, so that a terminal is as it was whenever the answer breaks off.
+        shown = f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text
+        print(shown, end="", flush=True, file=sys.stderr)
+
+
 def chat(client: Client, args: argparse.Namespace) -> int:
     timings = Timings(time.monotonic())
     request = _request(args)
+    thoughts = Thoughts(args.thinking)
     with Spinner(_num_bytes([*args.image, *args.audio, *args.video])) as spinner:
         if args.no_stream:
             answer = client.chat(**request, stream=False)
             spinner.stop()
             timings.add(answer.num_output_tokens, time.monotonic())
+            thoughts.add(answer.reasoning)
+            thoughts.end()
             print(answer.text)
             num_input_tokens = answer.num_input_tokens
         else:
             with client.chat(**request) as stream:
-                num_input_tokens = _print_stream(stream, timings, spinner)
+                num_input_tokens = _print_stream(stream, timings, spinner, thoughts)
     if args.timings:
         print(timings.line(num_input_tokens), file=sys.stderr)
     return 0
 
 
-def _print_stream(stream: ChatStream, timings: Timings, spinner: Spinner) -> int:
+def _print_stream(stream: ChatStream, timings: Timings, spinner: Spinner, thoughts: Thoughts) -> int:
     """Print the chunks as they come; the number of input tokens."""
     num_input_tokens = 0
     try:
@@ -79,8 +110,12 @@ def _print_stream(stream: ChatStream, timings: Timings, spinner: Spinner) -> int
             spinner.stop()
             timings.add(chunk.num_output_tokens, time.monotonic())
             num_input_tokens = max(num_input_tokens, chunk.num_input_tokens)
-            print(chunk.text, end="", flush=True)
+            thoughts.add(chunk.reasoning)
+            if chunk.text:
+                thoughts.end()
+                print(chunk.text, end="", flush=True)
     finally:
+        thoughts.end()
         # What follows a broken answer, an error's line or a prompt, starts on its own line too.
         if timings.first_s is not None:
             with contextlib.suppress(BrokenPipeError):

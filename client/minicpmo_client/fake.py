@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from minicpmo_client import wire
 from minicpmo_client.errors import RequestCancelled
 from minicpmo_client.transport import Tensors
-from minicpmo_client.wire import Request, Response
+from minicpmo_client.wire import Chunk, Request, Response
 
-Reply = str | Mapping[str, Sequence[Any]] | Response | Exception
+Reply = str | Chunk | Mapping[str, Sequence[Any]] | Response | Exception
 
 
 class _Fake:
@@ -49,9 +51,10 @@ class _Fake:
 class FakeTransport(_Fake):
     """A transport without a server.
 
-    Every chat gets the same ``replies``: a text becomes one increment of one token, a mapping the outputs
-    of a response, a :class:`Response` is passed on and an exception is raised. A final response follows
-    unless ``final`` is False. ``tensors`` (or an exception) answers each request of ``Client.embed``.
+    Every chat gets the same ``replies``: a text becomes one increment of one token, a :class:`Chunk` arrives
+    as it is, a mapping becomes the outputs of a response, a :class:`Response` is passed on and an exception
+    is raised. A final response follows unless ``final`` is False. ``tensors`` (or an exception) answers each
+    request of ``Client.embed``.
 
     ``requests`` keeps what was sent, ``timeouts_s`` the seconds each had, ``cancelled`` the ids of chats
     given up, and ``notices`` the requests sent in the background, which abort a generation.
@@ -120,13 +123,29 @@ class _FakeCall:
         if isinstance(reply, Exception):
             raise reply
         if isinstance(reply, str):
-            return Response({wire.TEXT_OUTPUT: [reply.encode()], wire.NUM_OUTPUT_TOKENS: [1]})
+            reply = Chunk(reply, num_output_tokens=1)
+        if isinstance(reply, Chunk):
+            return Response(_outputs_of(reply))
         return reply if isinstance(reply, Response) else Response(reply)
 
     def cancel(self) -> None:
         if not self._is_cancelled:
             self._is_cancelled = True
             self._transport.cancelled.append(self._request_id)
+
+
+def _outputs_of(chunk: Chunk) -> dict[str, Sequence[Any]]:
+    """The outputs that :func:`wire.parse_chunk` reads as ``chunk``."""
+    logprob = chunk.cumulative_logprob
+    return {
+        wire.TEXT_OUTPUT: [chunk.text.encode()],
+        wire.REASONING_OUTPUT: [chunk.reasoning.encode()],
+        wire.FINISH_REASON: [(chunk.finish_reason or "").encode()],
+        wire.CUMULATIVE_LOGPROB: [math.nan if logprob is None else logprob],
+        wire.LOGPROBS: [json.dumps(chunk.logprobs).encode()],
+        wire.NUM_INPUT_TOKENS: [chunk.num_input_tokens],
+        wire.NUM_OUTPUT_TOKENS: [chunk.num_output_tokens],
+    }
 
 
 class _AsyncFakeCall:

@@ -27,6 +27,7 @@ SAMPLING_PARAMETERS = "sampling_parameters"
 CANCEL_REQUEST_ID = "cancel_request_id"
 #: ``llm``, used directly, sends beside the text only what these ask for; ``minicpmo`` always sends all.
 RETURN_FLAGS = (
+    "return_reasoning_output",
     "return_finish_reason",
     "return_cumulative_logprob",
     "return_logprobs",
@@ -49,12 +50,21 @@ INPUTS = {
 MEDIA = (IMAGE, AUDIO, VIDEO)
 
 TEXT_OUTPUT = "text_output"
+REASONING_OUTPUT = "reasoning_output"
 FINISH_REASON = "finish_reason"
 CUMULATIVE_LOGPROB = "cumulative_logprob"
 LOGPROBS = "logprobs"
 NUM_INPUT_TOKENS = "num_input_tokens"
 NUM_OUTPUT_TOKENS = "num_output_tokens"
-OUTPUTS = (TEXT_OUTPUT, FINISH_REASON, CUMULATIVE_LOGPROB, LOGPROBS, NUM_INPUT_TOKENS, NUM_OUTPUT_TOKENS)
+OUTPUTS = (
+    TEXT_OUTPUT,
+    REASONING_OUTPUT,
+    FINISH_REASON,
+    CUMULATIVE_LOGPROB,
+    LOGPROBS,
+    NUM_INPUT_TOKENS,
+    NUM_OUTPUT_TOKENS,
+)
 
 DEFAULT_MODEL = "minicpmo"
 #: The model that generates: its requests can be aborted by id, or directly.
@@ -99,7 +109,9 @@ class Chunk:
     ``text`` and ``logprobs`` (per token, None unless asked for) belong to this increment, and
     ``num_output_tokens`` counts its tokens; ``num_input_tokens`` is the prompt's length.
     ``cumulative_logprob`` covers the answer up to here. ``finish_reason`` (``"stop"``, ``"length"``) is
-    None until the last increment. What the server did not send is None, or 0 for a count.
+    None until the last increment. ``reasoning`` is what the model thought before it answered (with
+    ``enable_thinking``), and no part of ``text``. What the server did not send is None, 0 for a count and
+    empty for ``reasoning``.
     """
 
     text: str
@@ -108,6 +120,7 @@ class Chunk:
     num_output_tokens: int = 0
     cumulative_logprob: float | None = None
     logprobs: list[Any] | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,7 @@ class Chat:
     num_output_tokens: int = 0
     cumulative_logprob: float | None = None
     logprobs: list[Any] | None = None
+    reasoning: str = ""
 
 
 def build_inputs(
@@ -207,6 +221,7 @@ def parse_chunk(outputs: Mapping[str, Sequence[Any]]) -> Chunk:
         num_output_tokens=int(first(NUM_OUTPUT_TOKENS) or 0),
         cumulative_logprob=None if logprob is None or math.isnan(logprob) else float(logprob),
         logprobs=logprobs,
+        reasoning=_text(first(REASONING_OUTPUT)),
     )
 
 
@@ -215,7 +230,7 @@ def join_chunks(chunks: Iterable[Chunk]) -> Chat:
 
     >>> join_chunks([Chunk("A ", None, 5, 1), Chunk("cat", "stop", 5, 1)])
     Chat(text='A cat', finish_reason='stop', num_input_tokens=5, num_output_tokens=2, \
-cumulative_logprob=None, logprobs=None)
+cumulative_logprob=None, logprobs=None, reasoning='')
     """
     parts = list(chunks)
     logprobs = [part.logprobs for part in parts if part.logprobs is not None]
@@ -226,6 +241,7 @@ cumulative_logprob=None, logprobs=None)
         num_output_tokens=sum(part.num_output_tokens for part in parts),
         cumulative_logprob=parts[-1].cumulative_logprob if parts else None,
         logprobs=[token for tokens in logprobs for token in tokens] if logprobs else None,
+        reasoning="".join(part.reasoning for part in parts),
     )
 
 

@@ -291,3 +291,10 @@ def test_embeddings_of_each_item_and_errors_by_its_name() -> None:
     fake.tensors = {}
     with pytest.raises(ServerError, match=r"^images\[0\]: the server sent no image_embeds"):
         client.embed(images=[b"x"])
+
+
+def test_a_fake_gives_chunks_as_they_are() -> None:
+    chunks = [Chunk("", reasoning="hm"), Chunk("größer", "stop", 3, 2, -0.5, [{"7": None}], "so")]
+    client, _ = client_with(*chunks)
+    assert list(client.chat("x")) == chunks
+    assert client.chat("x", stream=False).reasoning == "hmso"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minicpmo_client import Client, FakeTransport, InvalidRequest, Response
+from minicpmo_client import Chunk, Client, FakeTransport, InvalidRequest, Response
 from minicpmo_client.cli import main
 from minicpmo_client.commands import Timings, size_text
 from minicpmo_client.progress import Spinner
@@ -73,6 +73,28 @@ def test_every_option_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     output, error = capsys.readouterr()
     assert output == "ok\n"
     assert error.startswith("0 input tokens, 1 output tokens in ")
+
+
+@pytest.mark.parametrize("options", [[], ["--no-stream"]])
+def test_thinking_goes_to_stderr_when_asked_for(
+    options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies = [Chunk("", reasoning="A tail, "), Chunk("A ", reasoning="ears."), "cat."]
+    assert run("chat", *options, "x", fake=FakeTransport(replies)) == 0
+    assert capsys.readouterr() == ("A cat.\n", "")
+    assert run("chat", "--thinking", *options, "x", fake=FakeTransport(replies)) == 0
+    assert capsys.readouterr() == ("A cat.\n", "Thinking:\nA tail, ears.\n")
+    assert run("chat", "--thinking", *options, "x", fake=FakeTransport(["None."])) == 0
+    assert capsys.readouterr() == ("None.\n", "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert run("chat", "--thinking", *options, "x", fake=FakeTransport([Chunk("!", reasoning="Hm\n")])) == 0
+    assert capsys.readouterr() == ("!\n", "\x1b[2mThinking:\n\x1b[0m\x1b[2mHm\n\x1b[0m")
+
+
+def test_an_error_amid_the_thinking_has_its_own_line(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = FakeTransport([Chunk("", reasoning="Hm"), InvalidRequest("no")])
+    assert run("chat", "--thinking", "x", fake=fake) == 1
+    assert capsys.readouterr() == ("\n", "Thinking:\nHm\nminicpmo: error: no\n")
 
 
 def test_timings_count_tokens_and_leave_the_first_chunk_out_of_the_rate() -> None:

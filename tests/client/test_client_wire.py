@@ -191,8 +191,9 @@ def test_a_full_response_becomes_a_chunk() -> None:
         "logprobs": [b'[{"5": {"logprob": -1.5}}]'],
         "num_input_tokens": [9],
         "num_output_tokens": [1],
+        "reasoning_output": [b"hm"],
     }
-    assert parse_chunk(outputs) == Chunk("größer", "length", 9, 1, -1.5, [{"5": {"logprob": -1.5}}])
+    assert parse_chunk(outputs) == Chunk("größer", "length", 9, 1, -1.5, [{"5": {"logprob": -1.5}}], "hm")
 
 
 @pytest.mark.parametrize("reason", [b"", b"None", b"null"])
@@ -208,6 +209,11 @@ def test_logprobs_that_are_not_json_are_the_servers_fault() -> None:
 
 
 def test_chunks_join_to_the_answer() -> None:
-    chunks = [Chunk("a", None, 4, 1, -1.0, [1]), Chunk("b", None, 4, 2, -2.0, [2, 3]), Chunk("", "stop", 4)]
-    assert join_chunks(chunks) == Chat("ab", "stop", 4, 3, None, [1, 2, 3])
+    chunks = [
+        Chunk("", None, 4, 1, reasoning="I "),
+        Chunk("a", None, 4, 1, -1.0, [1], "think"),
+        Chunk("b", None, 4, 2, -2.0, [2, 3]),
+        Chunk("", "stop", 4),
+    ]
+    assert join_chunks(chunks) == Chat("ab", "stop", 4, 4, None, [1, 2, 3], "I think")
     assert join_chunks([]) == Chat("")
