@@ -28,6 +28,7 @@ from minicpmo_client.wire import (
     UNARY_MODELS,
     Request,
     Response,
+    chat_request,
 )
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -56,13 +57,14 @@ def http_address(url: str) -> Address:
 
 
 def chat_exchange(request: Request) -> Exchange:
-    """The exchange of a chat: streamed, or whole where the request says ``stream`` false."""
+    """The exchange of a chat: streamed, or whole where the request or the model says so."""
+    if request.model in UNARY_MODELS.values():
+        return infer_exchange(request)
     if not request.inputs.get(STREAM, True):
         unary_model = UNARY_MODELS.get(request.model)
         if unary_model is None:
             return _generate(request, "generate", "json")
-        inputs = {name: value for name, value in request.inputs.items() if name != STREAM}
-        return infer_exchange(Request(unary_model, request.request_id, inputs))
+        return infer_exchange(chat_request(unary_model, request.request_id, request.inputs))
     return _generate(request, "generate_stream", "stream")
 
 

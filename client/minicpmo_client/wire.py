@@ -173,7 +173,9 @@ def media_parameter_input(parameters: Mapping[str, Any] | None) -> dict[str, Inp
 
 
 def chat_request(model: str, request_id: str, inputs: Mapping[str, InputValue]) -> Request:
-    """The request of one chat with ``model``."""
+    """The request of one chat with ``model``; one that always answers whole takes no ``stream``."""
+    if model in UNARY_MODELS.values():
+        inputs = {name: value for name, value in inputs.items() if name != STREAM}
     if model == ENGINE_MODEL:
         inputs = {**inputs, **dict.fromkeys(RETURN_FLAGS, True)}
     return Request(model, request_id or uuid.uuid4().hex, inputs)
