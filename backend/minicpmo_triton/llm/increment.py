@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,6 +46,30 @@ def to_increment(output: RequestOutput, num_input_tokens: int) -> Increment:
         num_input_tokens=num_input_tokens,
         num_output_tokens=tuple(len(sequence.token_ids) for sequence in sequences),
         finished=output.finished,
+    )
+
+
+def merge_increments(increments: Sequence[Increment]) -> list[Increment]:
+    """The same answer in fewer increments: neighbours that concern the same sequences become one."""
+    merged: list[Increment] = []
+    for _, group in itertools.groupby(increments, key=lambda increment: increment.indices):
+        parts = list(group)
+        merged.append(parts[0] if len(parts) == 1 else _join(parts))
+    return merged
+
+
+def _join(parts: Sequence[Increment]) -> Increment:
+    def of_each(name: str) -> Iterator[tuple[Any, ...]]:
+        return zip(*(getattr(part, name) for part in parts), strict=True)
+
+    return replace(
+        parts[-1],  # reasons, cumulative log-probabilities and ``finished`` are those of the last
+        texts=tuple("".join(texts) for texts in of_each("texts")),
+        token_ids=tuple(tuple(itertools.chain(*ids)) for ids in of_each("token_ids")),
+        logprobs=tuple(
+            None if entries[0] is None else list(itertools.chain(*entries)) for entries in of_each("logprobs")
+        ),
+        num_output_tokens=tuple(sum(counts) for counts in of_each("num_output_tokens")),
     )
 
 

@@ -8,6 +8,8 @@ which it does not do for a step of an ensemble.
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from minicpmo_triton.checkpoint import resolve_checkpoint
 from minicpmo_triton.config import LLMParameters, resolve_dtype
 from minicpmo_triton.errors import InvalidArgument, MiniCPMOError
 from minicpmo_triton.llm.engine import Engine, Generation, Increment, read_engine_args, read_lora_adapters
+from minicpmo_triton.llm.increment import merge_increments
 from minicpmo_triton.llm.process import prepare_process
 from minicpmo_triton.llm.stats import EngineStats
 from minicpmo_triton.llm.thinking import AnswerSplitter
@@ -34,6 +37,8 @@ from minicpmo_triton.triton.streams import InFlight, Responder, Stream
 CONCURRENT_ENCODES = 64
 #: Iterations of the engine that one update of the metrics takes together at most.
 MAX_MERGED_ITERATIONS = 256
+#: Updates of the metrics are this far apart; iterations meanwhile are merged.
+PUBLISH_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,35 @@ def answer_outputs(increment: Increment, form: _AnswerForm, splitter: AnswerSpli
     return [tensors.output(spec, values[spec]()) for spec in form.outputs]
 
 
+class _Answer:
+    """Increments of one request on their way out: those that gather while Triton is busy leave together.
+
+    With many streams a response each token would keep the process busy with responses alone.
+    """
+
+    def __init__(self, form: _AnswerForm, splitter: AnswerSplitter, stream: Stream) -> None:
+        self._form = form
+        self._splitter = splitter
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._waiting: list[Increment] = []
+
+    def add(self, increment: Increment) -> None:
+        with self._lock:
+            self._waiting.append(increment)
+            if len(self._waiting) > 1:
+                return  # a response is queued and takes this one along
+        self._stream.send(self._responses)
+
+    def _responses(self) -> list[Any]:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        return [
+            tensors.response(answer_outputs(increment, self._form, self._splitter))
+            for increment in merge_increments(waiting)
+        ]
+
+
 class LLMModel:
     """Owns the engine; an encoded request costs ``execute`` a parse and a hand-over."""
 
@@ -190,12 +224,10 @@ class LLMModel:
             stream=form.stream,
             **vars(encoded),
         )
-        splitter = self._engine.answer_splitter(generation)
+        answer = _Answer(form, self._engine.answer_splitter(generation), stream)
         handle = self._engine.submit(
             generation,
-            on_output=lambda increment: stream.send(
-                lambda: tensors.response(answer_outputs(increment, form, splitter))
-            ),
+            on_output=answer.add,
             on_done=lambda error: self._end(stream, error),
         )
         stream.begin(handle)
@@ -203,6 +235,7 @@ class LLMModel:
     def _publish(self, records: list[EngineStats]) -> None:
         if self._engine_metrics is not None:  # None while the engine starts: it runs trials then
             self._engine_metrics.publish(records)
+            time.sleep(PUBLISH_INTERVAL_S)
 
     def _end(self, stream: Stream, error: MiniCPMOError | None) -> None:
         self._in_flight.remove(stream)

@@ -152,6 +152,11 @@ class InFlightMetric:
         _update(self._gauge.set, count)
 
 
+#: Histograms with an observation for every token or iteration. Each would be a call to the server from the
+#: process that streams the answers (docs/metrics.md).
+_TOO_OFTEN = ("inter_token_latency", "iteration_tokens")
+
+
 class EngineMetrics:
     """vLLM's own metrics under vLLM's names, from what its engine leaves behind at each iteration."""
 
@@ -160,6 +165,8 @@ class EngineMetrics:
         self._metrics: list[tuple[Metric, dict[str, Any]]] = []  # label value ("" for none) -> metric
         self._labels = {"model": model, "version": version}
         for spec in VLLM_METRICS:
+            if spec.field in _TOO_OFTEN:
+                continue
             kind = getattr(pb_utils.MetricFamily, spec.kind.upper())
             family = pb_utils.MetricFamily(name=spec.name, description=spec.description, kind=kind)
             self._families.append(family)

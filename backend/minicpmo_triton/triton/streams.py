@@ -42,9 +42,13 @@ class Stream:
         self._question = threading.Lock()
         self._is_finished = False
 
-    def send(self, build: Callable[[], Any]) -> None:
-        """Queue a response; ``build`` makes it on the responder's thread."""
-        self._responder.put(lambda: self._sender.send(build()))
+    def send(self, build: Callable[[], list[Any]]) -> None:
+        """Queue responses; ``build`` makes them on the responder's thread."""
+        self._responder.put(lambda: self._send(build))
+
+    def _send(self, build: Callable[[], list[Any]]) -> None:
+        for response in build():
+            self._sender.send(response)
 
     def finish(self, error: MiniCPMOError | None = None) -> None:
         """Queue the final response: the error, or nothing but the flag."""
