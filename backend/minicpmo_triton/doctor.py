@@ -20,6 +20,7 @@ _PACKAGES = (
     ("pillow",),
     ("soundfile",),
     ("soxr",),
+    ("av",),
 )
 
 
