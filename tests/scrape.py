@@ -7,7 +7,7 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_LINE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
+_LINE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 

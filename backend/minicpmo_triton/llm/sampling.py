@@ -154,7 +154,7 @@ def parse_sampling_parameters(
     _check_token_ids(values, vocab_size)
     available = max(max_model_len - num_input_tokens, 1)
     values["max_tokens"] = min(values.get("max_tokens", available), available)
-    if values.get("min_tokens", 0) > values["max_tokens"]:
+    if values.get("min_tokens", 0) > max(values["max_tokens"], 0):  # vLLM refuses max_tokens itself
         raise InvalidArgument(
             f"{FIELD}.min_tokens",
             f"{values['min_tokens']} is more than max_tokens or the context allow ({values['max_tokens']})",
