@@ -283,7 +283,7 @@ def test_leaving_the_loop_aborts_the_generation_with_asyncio(
 
     async def cancel(client: AsyncClient) -> None:
         task = asyncio.ensure_future(client.chat("Tell me all", sampling=LONG, stream=False))
-        while not await asyncio.to_thread(num_running, server):
+        while not task.done() and not await asyncio.to_thread(num_running, server):
             await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
