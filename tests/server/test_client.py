@@ -25,7 +25,6 @@ from minicpmo_client import (
     Embeddings,
     InvalidRequest,
     ModelNotFound,
-    RequestTimeout,
 )
 from minicpmo_triton.launcher import TritonServer
 from minicpmo_triton.media.audio import decode_audio
@@ -268,50 +267,6 @@ def test_leaving_the_loop_aborts_the_generation(url: str, model: str, server: Tr
                 break
         expect_abort(server)
         assert client.chat("Hi", sampling=GREEDY, stream=False).num_output_tokens == NUM_TOKENS
-
-
-@protocols
-@pytest.mark.parametrize("model", ["minicpmo", "llm"])
-def test_leaving_the_loop_aborts_the_generation_with_asyncio(
-    url: str, model: str, server: TritonServer
-) -> None:
-    async def leave(client: AsyncClient) -> None:
-        async for _ in client.chat("Tell me all", sampling=LONG):
-            assert await asyncio.to_thread(num_running, server) == 1
-            break
-        await asyncio.to_thread(expect_abort, server)
-
-    async def cancel(client: AsyncClient) -> None:
-        task = asyncio.ensure_future(client.chat("Tell me all", sampling=LONG, stream=False))
-        while not task.done() and not await asyncio.to_thread(num_running, server):
-            await asyncio.sleep(0.02)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await asyncio.to_thread(expect_abort, server)
-
-    async def run() -> None:
-        async with opened(url, model) as client:
-            await leave(client)
-            await cancel(client)
-            answer = await client.chat("Hi", sampling=GREEDY, stream=False)
-            assert answer.num_output_tokens == NUM_TOKENS
-
-    asyncio.run(run())
-
-
-@protocols
-@apis
-@pytest.mark.parametrize("is_streamed", [True, False], ids=["stream", "whole"])
-def test_a_chat_that_runs_out_of_time_is_aborted(
-    api: str, is_streamed: bool, url: str, server: TritonServer
-) -> None:
-    for model in ("minicpmo", "llm"):
-        started_s = time.monotonic()
-        with pytest.raises(RequestTimeout, match=r"within 0\.5 s"):
-            (streamed if is_streamed else whole)(api, url, model, "Tell me all", sampling=LONG, timeout_s=0.5)
-        assert 0.4 < time.monotonic() - started_s < ABORT_LIMIT_S
-        expect_abort(server)
 
 
 @protocols

@@ -23,6 +23,9 @@ from .raw import Answer, grpc_inputs, http_inputs, stream_whole, streaming
 GREEDY = json.dumps({"temperature": 0, "max_tokens": 12, "ignore_eos": True})
 LONG = json.dumps({"temperature": 0, "max_tokens": 3000, "ignore_eos": True})
 QUESTION = "What is in the picture?"
+#: LONG takes about six seconds alone. An abort takes 0.1 s, but on two cores that vLLM keeps busy a request
+#: may wait for its turn.
+ABORT_LIMIT_S = 4.0
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +160,14 @@ def token_times(answer: Answer, number: int) -> None:
         answer.arrived.get(timeout=60)
 
 
+def assert_one_runs(server: TritonServer) -> None:
+    """The gauge follows within a poll."""
+    deadline = time.monotonic() + 2.0
+    while pending(server) != 1 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert pending(server) == 1
+
+
 def wait_until_idle(server: TritonServer, timeout_s: float) -> float:
     """Seconds until nothing runs in ``llm``; fails after ``timeout_s``."""
     started = time.monotonic()
@@ -177,11 +188,10 @@ def test_grpc_cancel_aborts_a_direct_request(server: TritonServer) -> None:
     values = {"text_input": "Tell me all", "stream": True, "sampling_parameters": LONG}
     with streaming(server.grpc_url, "llm", values) as (answer, client):
         token_times(answer, 3)
-        assert pending(server) == 1
+        assert_one_runs(server)
         client.stop_stream(cancel_requests=True)
-        seconds = wait_until_idle(server, 5.0)
+        wait_until_idle(server, ABORT_LIMIT_S)
         received = len(answer.responses)
-    assert seconds < 1.0
     time.sleep(0.2)
     assert len(answer.responses) == received  # nothing after it
 
@@ -190,9 +200,9 @@ def test_http_disconnect_aborts_a_direct_request(server: TritonServer) -> None:
     body = {"text_input": "Tell me all", "stream": True, "sampling_parameters": LONG}
     response = post(server.http_url, "/v2/models/llm/generate_stream", body)
     next(events(response))
-    assert pending(server) == 1
+    assert_one_runs(server)
     response.close()
-    assert wait_until_idle(server, 5.0) < 1.0
+    wait_until_idle(server, ABORT_LIMIT_S)
 
 
 def test_cancel_by_id_aborts_the_ensembles_generation(server: TritonServer) -> None:
@@ -205,7 +215,7 @@ def test_cancel_by_id_aborts_the_ensembles_generation(server: TritonServer) -> N
         assert answer.ended.wait(5)
     [message] = answer.errors
     assert "cancelled" in message
-    assert wait_until_idle(server, 5.0) < 1.0
+    wait_until_idle(server, ABORT_LIMIT_S)
 
 
 def test_cancel_that_comes_before_the_request_counts(server: TritonServer) -> None:

@@ -31,7 +31,7 @@ from minicpmo_triton.llm.thinking import AnswerSplitter
 from minicpmo_triton.triton import bls, tensors
 from minicpmo_triton.triton.metrics import EngineMetrics, InFlightMetric
 from minicpmo_triton.triton.microbatch import MicroBatcher
-from minicpmo_triton.triton.streams import InFlight, Responder, Stream
+from minicpmo_triton.triton.streams import POLLS_PER_ENSEMBLE_QUESTION, InFlight, Responder, Stream
 
 #: Raw requests that wait for ``encode`` at a time; more wait in order.
 CONCURRENT_ENCODES = 64
@@ -200,6 +200,8 @@ class LLMModel:
             return
         is_encoded = tensors.read_array(request, schema.INPUT_IDS) is not None
         form = read_answer_form(request, is_encoded)
+        if is_encoded:
+            stream.polls_per_question = POLLS_PER_ENSEMBLE_QUESTION
         self._in_flight.add(stream)
         if is_encoded:
             self._generate(_Encoded.of(lambda spec: tensors.require(request, spec)), form, stream)
@@ -242,7 +244,8 @@ class LLMModel:
         stream.finish(error)
 
     def finalize(self) -> None:
-        self._encodes.shutdown(wait=True)
+        # Triton has waited for every request by now, unless it gave up on one that would hang here too.
+        self._encodes.shutdown(wait=False, cancel_futures=True)
         self._engine.shutdown()
         self._in_flight.close()
         self._responder.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -14,6 +15,9 @@ from minicpmo_triton.triton import tensors
 
 #: Triton is asked this often whether a client has gone; a cancel reaches the engine within two of them.
 POLL_INTERVAL_S = 0.05
+#: Every how many polls a request is asked after that is most likely a step of an ensemble: Triton tells such
+#: a step nothing, and each question is a call to the server from the process that streams the answers.
+POLLS_PER_ENSEMBLE_QUESTION = 10
 #: How long, and for how many ids, a cancellation waits for a request that is still on its way.
 CANCELLED_ID_TTL_S = 60.0
 MAX_CANCELLED_IDS = 4096
@@ -34,6 +38,8 @@ class Stream:
 
     def __init__(self, request_id: str, sender: Any, responder: Responder) -> None:
         self.request_id = request_id
+        #: Asked after at every poll of this number.
+        self.polls_per_question = 1
         self._sender = sender
         self._responder = responder
         self._lock = threading.Lock()
@@ -118,8 +124,9 @@ class Responder:
 class InFlight:
     """The requests under way: cancelled by id, or because Triton says that their client has gone.
 
-    A cancellation by id also counts for a request of that id that arrives within ``CANCELLED_ID_TTL_S``:
-    it may have been given up while the encoders had it.
+    ``on_count`` is told their number when it has changed, at most once a poll. A cancellation by id also
+    counts for a request of that id that arrives within ``CANCELLED_ID_TTL_S``: it may have been given up
+    while the encoders had it.
     """
 
     def __init__(
@@ -143,12 +150,10 @@ class InFlight:
             if forgotten_at > self._clock():
                 raise Cancelled("the request was cancelled before it reached the language model")
             self._streams[stream] = None
-            self._on_count(len(self._streams))
 
     def remove(self, stream: Stream) -> None:
         with self._lock:
             self._streams.pop(stream, None)
-            self._on_count(len(self._streams))
 
     def cancel(self, request_id: str) -> int:
         """Cancel the requests of this id; their number. None: remember it for one that is on its way."""
@@ -168,12 +173,23 @@ class InFlight:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._stop.wait(POLL_INTERVAL_S):
+        told = 0
+        for poll in itertools.count():
+            if self._stop.wait(POLL_INTERVAL_S):
+                return
             with self._lock:
                 streams = list(self._streams)
+            if len(streams) != told:  # here, since telling is a call to the server that may have to wait
+                told = len(streams)
+                self._on_count(told)
             for stream in streams:
-                try:
-                    if stream.is_given_up():
-                        stream.cancel()
-                except Exception as error:  # it ended meanwhile
-                    tensors.as_reply_error(error)
+                if poll % stream.polls_per_question == 0:
+                    self._ask(stream)
+
+    @staticmethod
+    def _ask(stream: Stream) -> None:
+        try:
+            if stream.is_given_up():
+                stream.cancel()
+        except Exception as error:  # it ended meanwhile
+            tensors.as_reply_error(error)
