@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -345,18 +344,6 @@ def test_command_chat(url: str, media: dict[str, list[Any]], expected: str, tmp_
     assert wrong[:2] == (1, "")
     assert wrong[2].startswith("minicpmo: error: image[0]: ")
     assert wrong[2].count("\n") == 1
-
-
-@protocols
-def test_command_chat_ends_with_ctrl_c(url: str, server: TritonServer) -> None:
-    process = start("chat", "--url", url, "--temperature", "0", "--max-tokens", "3000", "Tell me all")
-    assert process.stdout is not None
-    assert process.stdout.read(1)
-    expect_one_running(server)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=20)
-    assert (process.returncode, error) == (130, "")
-    expect_abort(server)
 
 
 def test_command_ready_embed_and_stats(server: TritonServer, media_dir: Path, tmp_path: Path) -> None:
