@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import torch
 import tritonclient.grpc as triton_grpc
-from tests.scrape import scrape, total
+from tests.scrape import settled, total
 
 from benchmarks import report
 from benchmarks.load import LoadGenerator, Run
@@ -44,6 +44,11 @@ from benchmarks.steps import between, breakdown, read_statistics, read_traces
 
 TRACED_REQUESTS = 8
 WARM_REQUESTS = 4
+#: From the request's arrival at the engine's front end, and from its first scheduling.
+ENGINE_PARTS = {
+    "first token": "vllm:time_to_first_token_seconds",
+    "prefill": "vllm:request_prefill_time_seconds",
+}
 _GRAPH = "minicpmo_encoder_graph"
 
 
@@ -157,13 +162,24 @@ def measure_running(
         }
         if trace:
             triton.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"]})
+            before = engine_seconds(metrics_url)
             traced[kind] = measurement.load(kind, 1, TRACED_REQUESTS)
+            after = engine_seconds(metrics_url)
+            kinds[kind]["engine_ms"] = {
+                name: round(1000 * (after[name] - before[name]) / TRACED_REQUESTS, 3) for name in ENGINE_PARTS
+            }
             triton.update_trace_settings(settings={"trace_level": ["OFF"]})
     return {"kinds": kinds, "graphs_at_the_end": graph_counters(metrics_url)["graphs"]}, traced
 
 
+def engine_seconds(metrics_url: str) -> dict[str, float]:
+    """vLLM's totals of the time to first token, from its front end's view and from the scheduler's."""
+    samples = settled(metrics_url, "vllm:")
+    return {name: total(samples, f"{metric}_sum") for name, metric in ENGINE_PARTS.items()}
+
+
 def graph_counters(metrics_url: str) -> dict[str, float]:
-    samples = scrape(metrics_url)
+    samples = settled(metrics_url, "minicpmo_encoder")
     return {
         "hits": total(samples, f"{_GRAPH}_hits_total"),
         "misses": total(samples, f"{_GRAPH}_misses_total"),

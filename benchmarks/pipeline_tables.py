@@ -35,13 +35,23 @@ def show(results: Mapping[str, Any], kinds: Sequence[str]) -> None:
 def _show_steps(target: str, kinds: Mapping[str, Any]) -> None:
     print(f"\n{target}: one client's time to first token by step, medians, ms")
     rows = [
-        [kind, *(report.ms(of["steps_ms"][step]) for step in STEPS)]
+        [kind, *(report.ms(of["steps_ms"][step]) for step in STEPS), report.ms(until_scheduled(of))]
         for kind, of in kinds.items()
         if of["steps_ms"]
     ]
-    print(report.table(["request", *STEPS], rows))
+    print(report.table(["request", *STEPS, "until scheduled"], rows))
     for step, meaning in STEPS.items():
         print(f"  {step}: {meaning}")
+    print(
+        "  until scheduled: from llm's start until the engine first schedules the request: the hand-over, and"
+    )
+    print("    vLLM's time to first token less its prefill (means), so the token's way back is in it")
+
+
+def until_scheduled(figures: Mapping[str, Any]) -> float:
+    """Milliseconds from the start of the ensemble's last step to the engine's first scheduling, at most."""
+    engine = figures["engine_ms"]
+    return float(figures["steps_ms"]["hand-over"] + engine["first token"] - engine["prefill"])
 
 
 def _show_statistics(target: str, kinds: Mapping[str, Any]) -> None:

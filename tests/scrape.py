@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,3 +32,18 @@ def scrape(url: str) -> list[Sample]:
 def total(samples: list[Sample], name: str, **labels: str) -> float:
     """Sum of the samples of this name that carry these labels."""
     return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+
+def settled(url: str, prefix: str) -> list[Sample]:
+    """Every sample, once those whose names begin with ``prefix`` have stopped moving: figures follow an
+    answer by a moment."""
+    samples = scrape(url)
+    while True:
+        time.sleep(0.2)
+        before, samples = samples, scrape(url)
+        if _values(before, prefix) == _values(samples, prefix):
+            return samples
+
+
+def _values(samples: list[Sample], prefix: str) -> list[float]:
+    return [sample.value for sample in samples if sample.name.startswith(prefix)]

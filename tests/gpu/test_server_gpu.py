@@ -12,7 +12,7 @@ import torch
 import tritonclient.grpc as triton_grpc
 
 from minicpmo_triton.launcher import TritonServer
-from tests.scrape import scrape, total
+from tests.scrape import settled, total
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,7 +75,7 @@ def raw(server: TritonServer) -> Iterator[triton_grpc.InferenceServerClient]:
 
 
 def counted(server: TritonServer, model: str) -> dict[str, float]:
-    samples = scrape(server.metrics_url)
+    samples = settled(server.metrics_url, "minicpmo_encoder")
     misses = {
         reason: total(samples, f"{GRAPH}_misses_total", model=model, reason=reason)
         for reason in ("ineligible", "capacity", "warmup", "memory")
@@ -160,7 +160,7 @@ def test_late_captures_under_concurrent_calls_of_two_instances(serve: Callable[.
         assert counters["failures"] == 0
         assert counters["ineligible"] == counters["memory"] == 0
         assert counters["hits"] > 100
-    samples = scrape(server.metrics_url)
+    samples = settled(server.metrics_url, "minicpmo_encoder")
     instances = [
         s.labels["instance"] for s in samples if s.name == f"{GRAPH}s" and s.labels["model"] != "broken"
     ]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from minicpmo_triton.launcher import TritonServer
-from tests.scrape import Sample, scrape, total
+from tests.scrape import Sample, scrape, settled, total
 
 FINISHED = "vllm:request_success_total"
 
@@ -30,7 +30,7 @@ def counted(server: TritonServer, num_requests: int) -> Iterator[Counted]:
     vLLM's figures of an iteration appear a moment after its tokens are sent, those of a request's last
     iteration after all others of it: they are waited for.
     """
-    result = Counted(_settled(server))
+    result = Counted(settled(server.metrics_url, FINISHED))
     yield result
     deadline = time.monotonic() + 10
     while True:
@@ -41,13 +41,3 @@ def counted(server: TritonServer, num_requests: int) -> Iterator[Counted]:
         assert time.monotonic() < deadline, f"{finished} of {num_requests} requests counted"
         time.sleep(0.02)
     assert finished == num_requests
-
-
-def _settled(server: TritonServer) -> list[Sample]:
-    """The counters once those of earlier requests have stopped moving."""
-    samples = scrape(server.metrics_url)
-    while True:
-        time.sleep(0.2)
-        before, samples = samples, scrape(server.metrics_url)
-        if total(before, FINISHED) == total(samples, FINISHED):
-            return samples

@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as triton_grpc
 
 from minicpmo_triton.launcher import TritonServer, find_triton_home
-from tests.scrape import scrape, total
+from tests.scrape import scrape, settled, total
 
 from .conftest import REPOSITORY, server_options
 from .counted import Counted, counted
@@ -141,7 +141,7 @@ def caching_encoders(
 
 
 def num_encoded(server: TritonServer) -> dict[str, float]:
-    samples = scrape(server.metrics_url)
+    samples = settled(server.metrics_url, "minicpmo_encoder")
     return {
         model: total(samples, "minicpmo_encoder_items_total", model=model)
         for model in ("vision_encoder", "audio_encoder")

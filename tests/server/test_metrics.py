@@ -10,7 +10,7 @@ import tritonclient.grpc as triton_grpc
 
 from minicpmo_client import Client
 from minicpmo_triton.launcher import TritonServer
-from tests.scrape import Sample, scrape, total
+from tests.scrape import Sample, settled, total
 
 GREEDY = {"temperature": 0, "max_tokens": 2, "ignore_eos": True}
 GRAPH = "minicpmo_encoder_graph"
@@ -21,11 +21,11 @@ def changes(before: list[Sample], after: list[Sample], name: str, **labels: str)
 
 
 def test_calls_on_the_cpu_count_as_ineligible(server: TritonServer, client: Client, media_dir: Path) -> None:
-    before = scrape(server.metrics_url)
+    before = settled(server.metrics_url, "minicpmo_encoder")
     # 512x512: the whole picture and two slices of equal size, so one call of one and one of two.
     client.chat("What?", images=[media_dir / "astronaut.png"], sampling=GREEDY, stream=False)
     client.chat("What?", audio=[media_dir / "front_center_16k.wav"], sampling=GREEDY, stream=False)
-    after = scrape(server.metrics_url)
+    after = settled(server.metrics_url, "minicpmo_encoder")
     for model, calls, items in (("vision_encoder", 2, 3), ("audio_encoder", 1, 1)):
         misses = f"{GRAPH}_misses_total"
         assert changes(before, after, misses, model=model, reason="ineligible") == calls
@@ -37,16 +37,16 @@ def test_calls_on_the_cpu_count_as_ineligible(server: TritonServer, client: Clie
 
 
 def test_text_only_request_makes_no_encoder_call(server: TritonServer, client: Client) -> None:
-    before = scrape(server.metrics_url)
+    before = settled(server.metrics_url, "minicpmo_encoder")
     client.chat("Hello!", sampling=GREEDY, stream=False)
-    after = scrape(server.metrics_url)
+    after = settled(server.metrics_url, "minicpmo_encoder")
     for name in (f"{GRAPH}_misses_total", f"{GRAPH}_hits_total", "minicpmo_encoder_seconds_count"):
         assert changes(before, after, name) == 0
     assert changes(before, after, "minicpmo_encoder_items_total") == 0
 
 
 def test_every_family_is_there_from_the_start_with_its_labels(server: TritonServer) -> None:
-    samples = scrape(server.metrics_url)
+    samples = settled(server.metrics_url, "minicpmo_encoder")
     for model in ("vision_encoder", "audio_encoder"):
         for name in (
             f"{GRAPH}_hits_total",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from minicpmo_triton import shapes
 from minicpmo_triton.launcher import TritonServer
-from tests.scrape import scrape, total
+from tests.scrape import settled, total
 
 from .conftest import REPOSITORY, server_options
 
@@ -22,7 +22,7 @@ def test_warmup_calls_each_shape_twice_at_load(tiny_checkpoint: Path, tmp_path: 
         with (tmp_path / name / "config.pbtxt").open("a") as config:
             config.write(lines)
     with TritonServer(replace(server_options(tiny_checkpoint), model_repository=tmp_path)) as server:
-        samples = scrape(server.metrics_url)
+        samples = settled(server.metrics_url, "minicpmo_encoder")
     for model in ("vision_encoder", "audio_encoder"):
         assert total(samples, "minicpmo_encoder_graph_misses_total", model=model) == 2
         assert total(samples, "minicpmo_encoder_items_total", model=model) == 2

@@ -85,14 +85,20 @@ def build_prompt(generation: Generation, dtype: torch.dtype) -> Prompt:
     rows = [(positions, embeds) for _, positions, embeds in generation.embeddings() if positions.size]
     if not rows:
         return Prompt(token_ids)
-    embeds_of_prompt = torch.zeros(ids.size, rows[0][1].shape[1], dtype=dtype)
-    embeds_of_prompt[:, 0] = torch.nan
+    embeds_of_prompt = torch.empty(ids.size, rows[0][1].shape[1], dtype=dtype)
+    bits = _bits(embeds_of_prompt)
     is_token_id = np.ones(ids.size, dtype=np.bool_)
     for positions, embeds in rows:
-        index = torch.from_numpy(positions.astype(np.int64))
-        embeds_of_prompt.index_copy_(0, index, embeds.detach().to("cpu", dtype))
+        bits[positions] = _bits(embeds.detach().to("cpu", dtype))
         is_token_id[positions] = False
+    bits[is_token_id] = 0
+    bits[is_token_id, 0] = _bits(torch.tensor([torch.nan], dtype=dtype))
     return Prompt(token_ids, is_token_id.tolist(), embeds_of_prompt)
+
+
+def _bits(tensor: torch.Tensor) -> NDArray[Any]:
+    """A view as integers: numpy has no bfloat16, and puts whole rows in place several times faster."""
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy()
 
 
 def engine_input(prompt: Prompt) -> Any:

@@ -52,15 +52,23 @@ def prepare_process() -> None:
 @contextlib.contextmanager
 def engine_environment(failure_log: Path) -> Iterator[None]:
     """While it lasts, processes started by vLLM report failures to ``failure_log`` and follow us."""
-    before = os.environ.get(FAILURE_LOG_ENV)
-    os.environ[FAILURE_LOG_ENV] = str(failure_log)
+    import torch
+
+    ours = {FAILURE_LOG_ENV: str(failure_log)}
+    if torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        # Work on a GPU leaves the host copies of megabytes at most. Sixteen threads that meet for one of
+        # them, beside the server's own, cost more than they save (docs/benchmarks.md).
+        ours["OMP_NUM_THREADS"] = "1"
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[FAILURE_LOG_ENV]
-        else:
-            os.environ[FAILURE_LOG_ENV] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def first_failure(failure_log: Path) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import locale
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,18 +14,19 @@ import torch
 from minicpmo_triton import schema
 from minicpmo_triton.checkpoint import Checkpoint, resolve_checkpoint
 from minicpmo_triton.config import EncoderParameters, resolve_dtype
-from minicpmo_triton.encoders.batching import AudioEncoder, AudioItem, VisionEncoder, VisionItem
-from minicpmo_triton.encoders.timing import TimedForward
+from minicpmo_triton.encoders.batching import MAX_BATCH, AudioEncoder, AudioItem, VisionEncoder, VisionItem
+from minicpmo_triton.encoders.timing import CallTime, TimedForward
 from minicpmo_triton.errors import InvalidArgument, MiniCPMOError
 from minicpmo_triton.graphs.adapter import REMEDY, GraphAdapter
 from minicpmo_triton.graphs.device import Forward
 from minicpmo_triton.graphs.policy import GraphSettings
+from minicpmo_triton.graphs.stats import GraphStats
 from minicpmo_triton.triton import tensors
 from minicpmo_triton.triton.metrics import EncoderMetrics, RequestMetrics
 from minicpmo_triton.triton.microbatch import MicroBatcher
 
-#: Requests that one pass takes from the queue at most.
-MAX_REQUESTS = 32
+#: Passes whose metrics are published together at most.
+MAX_MERGED_PASSES = 64
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,18 @@ class _Job:
     request: Any  # held so that the memory stays
     sender: Any
     arrived: float  # perf_counter
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What one pass leaves for the metrics."""
+
+    stats: GraphStats  # totals after it
+    static_bytes: int
+    pool_bytes: int
+    calls: Sequence[CallTime] = ()
+    num_items: int = 0
+    waits: Sequence[tuple[float, float]] = ()  # of each request: in the queue, until its answer; seconds
 
 
 class _EncoderModel:
@@ -52,6 +65,8 @@ class _EncoderModel:
         parameters = EncoderParameters.read(config.get("parameters", {}))
         self._settings = GraphSettings.from_parameters(parameters)
         self._device = tensors.torch_device(args)
+        if self._device.type == "cuda":
+            torch.set_num_threads(1)  # the host only copies; threads that meet for that cost more
         self._metrics = EncoderMetrics(args["model_name"], args["model_instance_name"], str(self._device))
         self._request_metrics = RequestMetrics(args["model_name"], args["model_instance_name"])
         dtype = getattr(torch, resolve_dtype(parameters.dtype, self._device.type == "cuda"))
@@ -59,8 +74,13 @@ class _EncoderModel:
         checkpoint = Checkpoint(resolve_checkpoint(parameters.checkpoint))
         self._encoder = self._load(checkpoint, dtype)
         self._empty = torch.empty((0, self._encoder.hidden_size), dtype=self._embeds_dtype)
-        self._publish()
-        self._batcher: MicroBatcher[_Job] = MicroBatcher(self.model.name, self._encode, MAX_REQUESTS)
+        # Each figure is a call to the server; the thread that feeds the device does not wait for them.
+        self._reports: MicroBatcher[_Report] = MicroBatcher("metrics", self._publish, MAX_MERGED_PASSES)
+        self._publish([self._report()])
+        # One captured batch of the largest size at a time: its requests are answered before the next runs.
+        self._batcher: MicroBatcher[_Job] = MicroBatcher(
+            self.model.name, self._encode, MAX_BATCH, weigh=lambda job: job.num_pieces
+        )
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -83,6 +103,7 @@ class _EncoderModel:
 
     def finalize(self) -> None:
         self._batcher.close()
+        self._reports.close()
 
     def _wrap(self, forward: Forward) -> Forward:
         self._adapter = GraphAdapter(
@@ -102,22 +123,34 @@ class _EncoderModel:
                     self._encode([job])
                 return
             embeds = [self._explain(error)] * len(jobs)
-        self._metrics.add_items(
-            sum(job.num_pieces for job, result in zip(jobs, embeds, strict=True) if _succeeded(result))
-        )
-        self._publish()  # before the answers, so that a client who has one finds itself counted
         for job, result in zip(jobs, embeds, strict=True):
             self._reply(job.sender, result)
         answered = time.perf_counter()
-        for job in jobs:
-            self._request_metrics.observe(started - job.arrived, answered - job.arrived)
+        try:
+            report = self._report(
+                calls=self._timed.take(),
+                num_items=sum(job.num_pieces for job, r in zip(jobs, embeds, strict=True) if _succeeded(r)),
+                waits=[(started - job.arrived, answered - job.arrived) for job in jobs],
+            )
+        except Exception as error:  # of a device that has failed: this thread has others' requests to refuse
+            tensors.as_reply_error(error)
+        else:
+            self._reports.submit(report)
 
     def _encode_to_host(self, jobs: list[_Job]) -> list[torch.Tensor | MiniCPMOError]:
-        results = self._encoder.encode([job.item for job in jobs])
-        return [
-            result if isinstance(result, InvalidArgument) else result.to("cpu", self._embeds_dtype)
-            for result in results
-        ]
+        """Every request's rows on the host: copies side by side, and one wait for all of them."""
+        embeds: list[torch.Tensor | MiniCPMOError] = []
+        for rows in self._encoder.encode([job.item for job in jobs]):
+            if isinstance(rows, InvalidArgument):
+                embeds.append(rows)
+            elif self._device.type == "cpu":
+                embeds.append(rows.to(self._embeds_dtype))
+            else:
+                host = torch.empty(rows.shape, dtype=self._embeds_dtype, pin_memory=True)
+                embeds.append(host.copy_(rows.to(self._embeds_dtype), non_blocking=True))
+        if self._device.type != "cpu":
+            torch.cuda.current_stream(self._device).synchronize()
+        return embeds
 
     def _explain(self, error: BaseException) -> MiniCPMOError:
         if self._adapter.failed is error:
@@ -125,12 +158,21 @@ class _EncoderModel:
             return MiniCPMOError(f"{self.model.name}: capturing a CUDA graph failed ({what}); {REMEDY}")
         return tensors.as_reply_error(error)
 
-    def _publish(self) -> None:
-        for call in self._timed.take():
-            self._metrics.observe_call("graph" if call.by_graph else "eager", call.seconds)
-        self._metrics.publish(
-            self._adapter.get_cumulative_stats(), self._adapter.static_bytes, self._adapter.pool_bytes
+    def _report(self, **of_the_pass: Any) -> _Report:
+        adapter = self._adapter
+        return _Report(
+            adapter.get_cumulative_stats(), adapter.static_bytes, adapter.pool_bytes, **of_the_pass
         )
+
+    def _publish(self, reports: list[_Report]) -> None:
+        latest = reports[-1]
+        self._metrics.publish(latest.stats, latest.static_bytes, latest.pool_bytes)
+        self._metrics.add_items(sum(report.num_items for report in reports))
+        for report in reports:
+            for call in report.calls:
+                self._metrics.observe_call("graph" if call.by_graph else "eager", call.seconds)
+            for queued, total in report.waits:
+                self._request_metrics.observe(queued, total)
 
     def _reply(self, sender: Any, result: torch.Tensor | MiniCPMOError) -> None:
         if isinstance(result, MiniCPMOError):

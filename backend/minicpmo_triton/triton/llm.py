@@ -157,6 +157,7 @@ class LLMModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         prepare_process()
+        torch.set_num_threads(1)  # this process only moves embeddings; threads that meet for that cost more
         parameters = LLMParameters.read(tensors.model_config(args).get("parameters", {}))
         folder = Path(args["model_repository"]) / args["model_version"]
         engine_args = read_engine_args(folder / "model.json")

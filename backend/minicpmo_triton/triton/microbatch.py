@@ -16,15 +16,23 @@ J = TypeVar("J")
 
 
 class MicroBatcher(Generic[J]):
-    """One worker thread over a queue of jobs, taken at most ``max_batch`` at a time, in order.
+    """One worker thread over a queue of jobs, taken in order until together they weigh ``max_batch``.
 
-    ``handle`` gets a non-empty list and answers every job of it; it must not raise.
+    A job weighs 1 unless ``weigh`` says otherwise; the last one taken may exceed the limit. ``handle``
+    gets a non-empty list and answers every job of it; it must not raise.
     """
 
-    def __init__(self, name: str, handle: Callable[[list[J]], None], max_batch: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        handle: Callable[[list[J]], None],
+        max_batch: int,
+        weigh: Callable[[J], int] = lambda job: 1,
+    ) -> None:
         self._jobs: queue.SimpleQueue[J | None] = queue.SimpleQueue()
         self._handle = handle
         self._max_batch = max_batch
+        self._weigh = weigh
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -39,10 +47,12 @@ class MicroBatcher(Generic[J]):
     def _take(self) -> tuple[list[J], bool]:
         """Wait for one job, then take those already there; whether the batcher goes on."""
         batch: list[J] = []
+        weight = 0
         job = self._jobs.get()
         while job is not None:
             batch.append(job)
-            if len(batch) == self._max_batch:
+            weight += self._weigh(job)
+            if weight >= self._max_batch:
                 return batch, True
             try:
                 job = self._jobs.get_nowait()
