@@ -37,6 +37,7 @@ from benchmarks.serving import (
     random_checkpoint,
     say,
     serving,
+    switch_graphs,
     tiny_checkpoint,
 )
 from benchmarks.single_process import SingleProcess
@@ -108,28 +109,35 @@ def figures(run: Run) -> dict[str, float]:
 
 
 def measure_server(
-    checkpoint: Path, settings: argparse.Namespace, plan: Plan, graphs: bool
-) -> dict[str, Any]:
+    checkpoint: Path, settings: argparse.Namespace, plan: Plan, modes: Sequence[bool]
+) -> dict[str, dict[str, Any]]:
+    """Name of each mode, the encoders' graphs on or off, -> its figures, all of one server."""
     with tempfile.TemporaryDirectory(prefix="minicpmo-benchmark-") as scratch:
-        parameters = {
-            "encoder_cuda_graph": json.dumps(graphs),
-            "encoder_cuda_graph_max_graphs": str(settings.max_graphs),
-        }
+        parameters = {"encoder_cuda_graph_max_graphs": str(settings.max_graphs)}
         repository = derived_repository(Path(scratch) / "models", parameters)
         trace_file = Path(scratch) / "trace.json"
-        say(f"starting tritonserver, graphs {'on' if graphs else 'off'}")
+        say("starting tritonserver")
+        results: dict[str, dict[str, Any]] = {}
+        traced: dict[str, dict[str, Run]] = {}
         with (
             serving(checkpoint, repository, settings.engine_args, settings.dtype, trace_file) as server,
             triton_grpc.InferenceServerClient(server.grpc_url) as triton,
             LoadGenerator(server.grpc_url, settings.clients) as clients,
         ):
-            if graphs and torch.cuda.is_available():
-                capture_batches(triton, plan.kinds)
-            result, traced = measure_running(server.metrics_url, triton, clients, plan, trace=True)
+            for graphs in modes:
+                name = f"triton{'' if graphs else ', eager'}"
+                say(name)
+                switch_graphs(triton, graphs)
+                if graphs and torch.cuda.is_available():
+                    capture_batches(triton, plan.kinds)
+                results[name], traced[name] = measure_running(
+                    server.metrics_url, triton, clients, plan, trace=True
+                )
         traces = read_traces(trace_file)  # written as the server ends
-    for kind, run in traced.items():
-        result["kinds"][kind]["steps_ms"] = breakdown(run.answered, traces)
-    return result
+    for name, runs in traced.items():
+        for kind, run in runs.items():
+            results[name]["kinds"][kind]["steps_ms"] = breakdown(run.answered, traces)
+    return results
 
 
 def measure_running(
@@ -241,10 +249,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def run(settings: argparse.Namespace, plan: Plan, checkpoint: Path) -> dict[str, Any]:
     """Target -> its figures."""
     results: dict[str, Any] = {}
-    for graphs in {"on": (True,), "off": (False,), "both": (True, False)}[settings.graphs]:
-        if not settings.no_server:
-            name = "triton" if graphs else "triton, eager"
-            results[name] = measure_server(checkpoint, settings, plan, graphs)
+    if not settings.no_server:
+        modes = {"on": (True,), "off": (False,), "both": (True, False)}[settings.graphs]
+        results |= measure_server(checkpoint, settings, plan, modes)
     if not settings.no_single_process:
         results["single process"] = measure_single_process(checkpoint, settings, plan)
     return results

@@ -67,10 +67,13 @@ def serving(
         grpc_port=0,
         metrics_port=0,
         environment={"MINICPMO_ENGINE_ARGS": json.dumps(dict(engine_args))},
-        extra_arguments=tuple(
-            argument
-            for setting in (f"triton,file={trace_file}", "level=OFF", "rate=1", "count=-1")
-            for argument in ("--trace-config", setting)
+        extra_arguments=(
+            *("--model-control-mode=explicit", "--load-model=*"),  # the encoders are loaded once more
+            *(
+                argument
+                for setting in (f"triton,file={trace_file}", "level=OFF", "rate=1", "count=-1")
+                for argument in ("--trace-config", setting)
+            ),
         ),
     )
     server = TritonServer(options, on_event=say)
@@ -83,6 +86,14 @@ def serving(
         yield server
     finally:
         server.stop()
+
+
+def switch_graphs(triton: Any, enabled: bool) -> None:
+    """Load both encoders again with their graphs on or off; the language model stays."""
+    for model in ("vision_encoder", "audio_encoder"):
+        config = triton.get_model_config(model, as_json=True)["config"]
+        config["parameters"]["encoder_cuda_graph"] = {"string_value": json.dumps(enabled)}
+        triton.load_model(model, config=json.dumps(config))
 
 
 def capture_batches(triton: Any, kinds: Sequence[str]) -> None:

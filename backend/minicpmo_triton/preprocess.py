@@ -141,17 +141,16 @@ class Preprocessor:
         self._prompts = PromptBuilder.from_checkpoint(checkpoint_dir, self._media.image_feature_size)
         num_threads = parameters.num_threads or len(os.sched_getaffinity(0))
         self._video_threads = min(num_threads, MAX_VIDEO_THREADS)
-        # The pool is the parallelism; torch's own threads beside it would only contend.
-        self._pool = ThreadPoolExecutor(
-            num_threads, "preprocess", initializer=torch.set_num_threads, initargs=(1,)
-        )
+        # The pools are the parallelism; torch's own threads beside them would only contend.
+        single = partial(torch.set_num_threads, 1)
+        self._pool = ThreadPoolExecutor(num_threads, "preprocess", initializer=single)
         # A task of the first pool may wait for one of these, which wait for none: no deadlock.
-        self._resize_pool = ThreadPoolExecutor(num_threads, "resize")
+        self._piece_pool = ThreadPoolExecutor(num_threads, "piece", initializer=single)
 
     def close(self) -> None:
         """Stop the threads; media not yet begun are given up."""
         self._pool.shutdown(cancel_futures=True)
-        self._resize_pool.shutdown()
+        self._piece_pool.shutdown()
 
     def process(self, raw: RawRequest) -> Preprocessed:
         """One request; raises the :class:`MiniCPMOError` it fails with."""
@@ -206,14 +205,14 @@ class Preprocessor:
             return _Media(images=[self._image(part, data, parameters.max_slice_nums)])
         if isinstance(part, AudioPart):
             samples = decode_audio(part.field, data, self._parameters.max_audio_seconds)
-            return _Media(clips=[_Clip(*log_mel_chunks(part.field, samples))])
+            return _Media(clips=[_Clip(*log_mel_chunks(part.field, samples, self._piece_pool))])
         return self._video(part.field, data, parameters)
 
     def _image(self, part: ImagePart, data: bytes, max_slice_nums: int | None) -> ImagePatches:
         default = self._media.max_slice_nums if self._media.slice_mode else 1
         image = decode_image(part.field, data, self._parameters.max_image_pixels)
         max_slices = part.max_slice_nums or max_slice_nums or default
-        return slice_image(image, max_slices, self._media.scale_resolution, self._resize_pool)
+        return slice_image(image, max_slices, self._media.scale_resolution, self._piece_pool)
 
     def _video(self, field: str, data: bytes, parameters: MediaParameters) -> _Media:
         limits = VideoLimits(
@@ -225,7 +224,7 @@ class Preprocessor:
             slice_image,
             max_slice_nums=1,
             scale_resolution=self._media.scale_resolution,
-            pool=self._resize_pool,
+            pool=self._piece_pool,
         )
         video = decode_video(field, data, sampling, limits, take)
         clips: list[_Clip] = []

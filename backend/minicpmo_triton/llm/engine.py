@@ -27,6 +27,7 @@ from minicpmo_triton.llm.loop import RunningLLM, start_llm
 from minicpmo_triton.llm.lora import lora_engine_args, lora_requests, read_lora_adapters
 from minicpmo_triton.llm.sampling import Sampling, parse_sampling_parameters, refused_by_vllm
 from minicpmo_triton.llm.stats import EngineStats, OnStats
+from minicpmo_triton.llm.step_graphs import major_capability, step_graph_args
 from minicpmo_triton.llm.thinking import AnswerSplitter, begins_thinking
 from minicpmo_triton.llm.view import open_view
 
@@ -109,6 +110,7 @@ class Engine:
         process.prepare_process()
         args = merge_engine_args(engine_args, env)
         args |= lora_engine_args(args, lora_adapters)
+        args |= step_graph_args(args, major_capability())
         view = open_view(checkpoint_dir, with_weights=args.get("load_format") != "dummy")
         args |= {"model": view.name, "tokenizer": view.name, "dtype": dtype, "enable_prompt_embeds": True}
         try:

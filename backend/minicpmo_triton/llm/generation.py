@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from minicpmo_triton.llm.sampling import Sampling
 
 EMBEDS_DTYPES = (torch.bfloat16, torch.float32)
+_BITS = {torch.bfloat16: np.int16, torch.float16: np.int16, torch.float32: np.int32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,15 +86,15 @@ def build_prompt(generation: Generation, dtype: torch.dtype) -> Prompt:
     rows = [(positions, embeds) for _, positions, embeds in generation.embeddings() if positions.size]
     if not rows:
         return Prompt(token_ids)
-    embeds_of_prompt = torch.empty(ids.size, rows[0][1].shape[1], dtype=dtype)
-    bits = _bits(embeds_of_prompt)
+    # numpy asks for huge pages; torch's new megabytes would come 4 KiB at a time.
+    bits = np.empty((ids.size, rows[0][1].shape[1]), _BITS[dtype])
     is_token_id = np.ones(ids.size, dtype=np.bool_)
     for positions, embeds in rows:
         bits[positions] = _bits(embeds.detach().to("cpu", dtype))
         is_token_id[positions] = False
     bits[is_token_id] = 0
     bits[is_token_id, 0] = _bits(torch.tensor([torch.nan], dtype=dtype))
-    return Prompt(token_ids, is_token_id.tolist(), embeds_of_prompt)
+    return Prompt(token_ids, is_token_id.tolist(), torch.from_numpy(bits).view(dtype))
 
 
 def _bits(tensor: torch.Tensor) -> NDArray[Any]:

@@ -25,8 +25,12 @@ from minicpmo_triton.schema import PATCH_SIZE, PATCH_VALUES
 #: Longer side over shorter side. Beyond it a slice one patch high would be thousands of patches wide.
 MAX_ASPECT_RATIO = 200
 
-#: Pixels that one task of the first pass takes: a few milliseconds, and in a core's cache.
-_BAND_PIXELS = 1 << 19
+#: Pixels that one task of the first pass takes: about two milliseconds, and in a core's cache.
+_BAND_PIXELS = 1 << 18
+#: Patches across that one task of the second pass takes.
+_STRIP_PATCHES = 16
+#: A patch's pixels of one row and channel, moved as one: several times faster than byte by byte.
+_RUN = np.dtype((np.void, PATCH_SIZE))
 
 # Pillow's own limit is process-wide and lower than ours, which is held per image before decoding.
 Image.MAX_IMAGE_PIXELS = None
@@ -199,16 +203,15 @@ def slice_image(
     grids = [_patch_grid(*layout) for layout in layouts for _ in range(layout[1] * layout[2])]
     patches = np.empty((sum(math.prod(grid) for grid in grids), PATCH_VALUES), np.uint8)
     run = pool.map if pool else map
-    widths = [size[0] for size, _, _ in layouts]
-    bands = list(run(partial(_narrowed, image, widths), _bands(image)))
-    jobs, start = [], 0
-    for layout, (size, rows, columns) in enumerate(layouts):
+    narrowed = [Image.new("RGB", (size[0], image.height)) for size, _, _ in layouts]
+    list(run(partial(_narrow, image, narrowed), _bands(image)))
+    strips: list[_Strip] = []
+    start = 0
+    for whole, (size, rows, columns) in zip(narrowed, layouts, strict=True):
         end = start + size[0] * size[1] // PATCH_SIZE**2
-        cells = patches[start:end].reshape(rows, columns, -1, PATCH_VALUES)
-        narrow = [band[layout] for band in bands]
-        jobs += [(cells[:, column], narrow, column, size[1]) for column in range(columns)]
+        strips += _strips(patches[start:end], whole, size[1], rows, columns)
         start = end
-    list(run(_write_column, *zip(*jobs, strict=True)))
+    list(run(_write, strips))
     return ImagePatches(patches, np.array(grids, np.int32), plan.rows, plan.columns)
 
 
@@ -223,24 +226,51 @@ def _bands(image: Image.Image) -> list[tuple[int, int]]:
     return [(top, min(top + height, image.height)) for top in range(0, image.height, height)]
 
 
-def _narrowed(image: Image.Image, widths: list[int], band: tuple[int, int]) -> list[Image.Image]:
-    """The first pass over the rows of ``band``, to each of ``widths``."""
+def _narrow(image: Image.Image, narrowed: list[Image.Image], band: tuple[int, int]) -> None:
+    """The first pass over the rows of ``band``, into the same rows of each of ``narrowed``."""
     rows = image.crop((0, band[0], image.width, band[1]))
-    return [rows.resize((width, rows.height), Image.Resampling.BICUBIC) for width in widths]
+    for whole in narrowed:
+        whole.paste(rows.resize((whole.width, rows.height), Image.Resampling.BICUBIC), (0, band[0]))
 
 
-def _write_column(out: NDArray[np.uint8], bands: list[Image.Image], column: int, height: int) -> None:
-    """The second pass over one column of slices; ``out`` [rows, P, 588] takes their patches."""
-    width = out.shape[0] * out.shape[1] * PATCH_SIZE**2 // height
-    strip = Image.new("RGB", (width, sum(band.height for band in bands)))
-    top = 0
-    for band in bands:
-        strip.paste(band, (-column * width, top))  # what lies outside the strip is left out
-        top += band.height
-    pixels = np.asarray(strip.resize((width, height), Image.Resampling.BICUBIC))  # [H, W, 3]
-    cut = pixels.reshape(len(out), -1, PATCH_SIZE, width // PATCH_SIZE, PATCH_SIZE, 3)
-    ordered = cut.transpose(0, 1, 3, 5, 2, 4)  # slice row, patch row, patch column, channel, y, x
-    out.reshape(ordered.shape)[...] = ordered
+@dataclass(frozen=True)
+class _Strip:
+    """Part of one column of slices: ``out`` [rows, patch rows, n, 3, 14] of runs of 14 pixels in a row."""
+
+    out: NDArray[np.void]
+    narrowed: Image.Image
+    left: int  # pixels
+    height: int  # of all rows of slices, pixels
+
+
+def _strips(
+    patches: NDArray[np.uint8], narrowed: Image.Image, height: int, rows: int, columns: int
+) -> list[_Strip]:
+    """The second pass over a picture's columns, in strips of up to ``_STRIP_PATCHES``."""
+    num_columns = narrowed.width // columns // PATCH_SIZE  # of patches in a slice
+    runs = patches.view(_RUN).reshape(rows, columns, -1, num_columns, 3, PATCH_SIZE)
+    return [
+        _Strip(
+            runs[:, column, :, first : first + _STRIP_PATCHES],
+            narrowed,
+            (column * num_columns + first) * PATCH_SIZE,
+            height,
+        )
+        for column in range(columns)
+        for first in range(0, num_columns, _STRIP_PATCHES)
+    ]
+
+
+def _write(strip: _Strip) -> None:
+    """Resize a strip to its height and put its pixels in place, a channel at a time."""
+    rows, patch_rows, num_columns = strip.out.shape[:3]
+    right = strip.left + num_columns * PATCH_SIZE
+    pixels = strip.narrowed.crop((strip.left, 0, right, strip.narrowed.height))
+    for channel, plane in enumerate(
+        pixels.resize((pixels.width, strip.height), Image.Resampling.BICUBIC).split()
+    ):
+        runs = np.asarray(plane).view(_RUN).reshape(rows, patch_rows, PATCH_SIZE, num_columns)
+        strip.out[:, :, :, channel] = runs.transpose(0, 1, 3, 2)
 
 
 def _patch_grid(size: tuple[int, int], rows: int, columns: int) -> tuple[int, int]:
