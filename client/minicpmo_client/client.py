@@ -130,8 +130,8 @@ class Client:
             videos: videos of a plain question, after its recordings: paths, bytes or URLs.
             sampling: vLLM's sampling parameters, such as ``{"max_tokens": 64, "temperature": 0}``.
             media_parameters: such as ``{"max_slice_nums": 4, "enable_thinking": True}``.
-            request_id: names the request in the server's log, and must be unique among those under way:
-                a cancel names it. Made up where empty.
+            request_id: names the request in the server's log, and must be new: a cancel names it, and
+                counts for a minute. Made up where empty.
             timeout_s: for this chat, instead of the client's.
 
         Raises:
@@ -235,7 +235,7 @@ class Client:
     def close(self) -> None:
         """Cancel this client's chats and free its connection. The client cannot be used afterwards.
 
-        Waits up to a second for cancels on their way to the engine.
+        Waits up to five seconds for cancels on their way to the engine.
         """
         for stream in list(self._streams):
             stream.close()

@@ -22,7 +22,12 @@ class ModelNotFound(MiniCPMOClientError):
 
 
 class ServerUnavailable(MiniCPMOClientError):
-    """No server answers at that address, or it cannot serve now (UNAVAILABLE). A retry may help."""
+    """No server answers at that address, or it cannot serve now (UNAVAILABLE). A retry may help.
+
+    ``connection_lost``: the connection ended before the answer did; the request may have arrived.
+    """
+
+    connection_lost = False
 
 
 class CannotConnect(ServerUnavailable):
@@ -40,6 +45,8 @@ class RequestCancelled(MiniCPMOClientError):
 class ServerError(MiniCPMOClientError):
     """Anything else that went wrong on the server."""
 
+
+CHAT_CLOSED = "the chat was closed before its answer was complete"
 
 _BY_CODE: dict[str, type[MiniCPMOClientError]] = {
     "INVALID_ARGUMENT": InvalidRequest,
@@ -94,6 +101,17 @@ def from_server(code: str | None, text: str) -> MiniCPMOClientError:
         if pattern.search(message):
             return error(message)
     return ServerError(message)
+
+
+def lost_connection(where: str, reason: str) -> ServerUnavailable:
+    """The connection to ``where`` ended in the middle of an exchange.
+
+    >>> lost_connection("localhost:8000", "Connection reset by peer")
+    ServerUnavailable('lost the connection to localhost:8000: Connection reset by peer')
+    """
+    error = ServerUnavailable(f"lost the connection to {where}: {reason}")
+    error.connection_lost = True
+    return error
 
 
 _CODES_BY_HTTP_STATUS = {
