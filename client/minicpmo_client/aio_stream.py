@@ -121,8 +121,8 @@ class AsyncChatStream:
 
     async def _retry(self, error: CannotConnect) -> None:
         """Start once more, or end with ``error`` where no retry or no time is left."""
-        delay_s = next(self._delays_s, None)
-        if delay_s is None or not self._deadline.leaves(delay_s):
+        delay_s = self._deadline.next_delay_s(self._delays_s)
+        if delay_s is None:
             self._answer.fail(error)
             return
         await asyncio.sleep(delay_s)

@@ -128,13 +128,13 @@ _CODES_BY_HTTP_STATUS = {
 def from_http(status: int, text: str, *, keeps_codes: bool) -> MiniCPMOClientError:
     """The exception for an error reply over HTTP.
 
-    ``keeps_codes`` is true for ``infer``, where status 400 means INVALID_ARG. ``generate`` and
-    ``generate_stream`` (2.51) answer 400 to every error of the model, or 200; its text then decides.
+    ``keeps_codes`` is true for ``infer``, where status 400 means INVALID_ARG, or CANCELLED, as the text says.
+    ``generate`` and ``generate_stream`` (2.51) answer 400, or 200, to every error; the text decides.
 
     >>> from_http(400, "image[0]: not an image", keeps_codes=False)
     InvalidRequest('image[0]: not an image')
     """
-    code = _CODES_BY_HTTP_STATUS.get(status)
-    if status == 400 and keeps_codes:
-        code = "INVALID_ARGUMENT"
-    return from_server(code, text or f"HTTP status {status}")
+    error = from_server(_CODES_BY_HTTP_STATUS.get(status), text or f"HTTP status {status}")
+    if status == 400 and keeps_codes and type(error) is ServerError:
+        return InvalidRequest(str(error))
+    return error

@@ -16,6 +16,11 @@ from minicpmo_triton.errors import Cancelled, MiniCPMOError, Unavailable
 _FIELDS = {tensor.name for model in schema.MODELS for tensor in model.inputs}
 _FIELD = re.compile(r"^(\w+)[\w.\[\]]*: ")
 _ENSEMBLE_PREFIX = re.compile(r"^(?:in ensemble '[^']*', )+")
+#: How these errors read, by which they are known where their code is lost.
+_BY_TEXT = (
+    (re.compile(r"^the request was cancelled"), Cancelled),
+    (re.compile(r"restart the server|start the server again|try again later"), Unavailable),
+)
 #: Parameter of a relayed request that holds the id under which its client knows it.
 _RELAYED_ID = "relayed_id"
 
@@ -89,6 +94,9 @@ def _checked(response: Any) -> Any:
     for name, kind in _ERRORS.items():
         if error.code() == getattr(pb_utils.TritonError, name):
             raise kind(message)
-    # Triton 2.51 hands every error of another model over as INTERNAL; ours begin with the field at fault.
+    # Triton 2.51 hands every error of another model over as INTERNAL.
+    for pattern, kind in _BY_TEXT:
+        if pattern.search(message):
+            raise kind(message)
     field = _FIELD.match(message)
     raise RefusedRequest(message) if field and field[1] in _FIELDS else MiniCPMOError(message)

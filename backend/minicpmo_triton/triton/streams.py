@@ -83,10 +83,11 @@ class Stream:
             work.cancel()
 
     def cancel(self) -> None:
+        """Give it up. The work is told once: told again, it could be kept from cleaning up."""
         with self._lock:
-            self._is_cancelled = True
+            already, self._is_cancelled = self._is_cancelled, True
             work = self._work
-        if work is not None:
+        if work is not None and not already:
             work.cancel()
 
     def raise_if_cancelled(self) -> None:
