@@ -194,6 +194,7 @@ def test_an_engine_that_ends(tiny_checkpoint: Path) -> None:
             check(answers, "UNAVAILABLE", "restart the server", is_amid=True)
         with asked(server, LONG) as answers:
             check(answers, "UNAVAILABLE", "restart the server", is_amid=False)
+        os.kill(server._process.pid, signal.SIGKILL)  # how it stops is not the question here
 
 
 def is_engine(pid: int) -> bool:
