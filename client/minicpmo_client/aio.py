@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
@@ -19,11 +18,11 @@ from minicpmo_client.grpc_aio import AsyncGrpcTransport
 from minicpmo_client.settings import (
     DEFAULT_TIMEOUT_S,
     DEFAULT_URL,
-    POLL_S,
     READY_TIMEOUT_S,
     STATS_TIMEOUT_S,
     Deadline,
     Settings,
+    readiness_polls,
 )
 from minicpmo_client.stats import Stats
 from minicpmo_client.transport import AsyncTransport
@@ -178,8 +177,7 @@ class AsyncClient:
                     tensors = await self._transport.infer(item.request, deadline.remaining_s())
                     break
                 except CannotConnect:
-                    delay_s = next(delays_s, None)
-                    if delay_s is None or not deadline.leaves(delay_s):
+                    if (delay_s := deadline.next_delay_s(delays_s)) is None:
                         raise
                     await asyncio.sleep(delay_s)
                 except MiniCPMOClientError as error:
@@ -201,14 +199,10 @@ class AsyncClient:
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return once the server serves the model; :class:`RequestTimeout` if not so within ``timeout_s``."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            remaining_s = deadline - time.monotonic()
-            if await self.is_ready(min(max(remaining_s, POLL_S), READY_TIMEOUT_S)):
+        for limit_s, pause_s in readiness_polls(self.model, self.url, timeout_s):
+            if await self.is_ready(limit_s):
                 return
-            if remaining_s <= POLL_S:
-                raise RequestTimeout(f"model {self.model} at {self.url} was not ready within {timeout_s:g} s")
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(pause_s)
 
     async def close(self) -> None:
         """As :meth:`Client.close`."""

@@ -7,12 +7,12 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 from types import TracebackType
 
-from minicpmo_client.chat_stream import CLOSED, Answer
+from minicpmo_client.chat_stream import Answer
 from minicpmo_client.errors import (
+    CHAT_CLOSED,
     CannotConnect,
     MiniCPMOClientError,
     RequestCancelled,
-    RequestTimeout,
 )
 from minicpmo_client.settings import Deadline
 from minicpmo_client.transport import AsyncCall, AsyncTransport
@@ -88,7 +88,7 @@ class AsyncChatStream:
     async def _read(self) -> Chunk | None:
         while not self._answer.ended:
             if self._closed:
-                raise RequestCancelled(CLOSED)
+                raise RequestCancelled(CHAT_CLOSED)
             try:
                 call = self._call or await self._start()
                 async for response in call:
@@ -98,7 +98,8 @@ class AsyncChatStream:
             except CannotConnect as error:
                 await self._retry(error)
             except MiniCPMOClientError as error:
-                if isinstance(error, RequestTimeout) and not self._answer.final_seen:
+                if self._call is not None and self._answer.goes_on_after(error):
+                    self._call.cancel()
                     self._tell_engine()
                 self._answer.fail(error)
             except asyncio.CancelledError:
@@ -112,7 +113,7 @@ class AsyncChatStream:
         if self._request is None:
             self._request = await self._build()
             if self._closed:
-                raise RequestCancelled(CLOSED)
+                raise RequestCancelled(CHAT_CLOSED)
             # The time for reading files is not the server's.
             self._deadline, limit_s = Deadline(self._limit_s), self._limit_s
         self._call = self._transport.start(self._request, limit_s)
@@ -120,8 +121,8 @@ class AsyncChatStream:
 
     async def _retry(self, error: CannotConnect) -> None:
         """Start once more, or end with ``error`` where no retry or no time is left."""
-        delay_s = next(self._delays_s, None)
-        if delay_s is None or not self._deadline.leaves(delay_s):
+        delay_s = self._deadline.next_delay_s(self._delays_s)
+        if delay_s is None:
             self._answer.fail(error)
             return
         await asyncio.sleep(delay_s)
@@ -129,9 +130,8 @@ class AsyncChatStream:
             await self._start()
 
     def _tell_engine(self) -> None:
-        notice = None if self._request is None else cancel_request(self._request)
-        if notice is not None and not self._answer.finished:
-            self._transport.notify(notice, CANCEL_TIMEOUT_S)
+        if self._request is not None and not self._answer.finished:
+            self._transport.notify(cancel_request(self._request), CANCEL_TIMEOUT_S)
 
     async def __aenter__(self) -> AsyncChatStream:
         return self
@@ -142,7 +142,7 @@ class AsyncChatStream:
         self.close()
 
     def __del__(self) -> None:
-        # Without a loop there is no one to tell.
+        # At interpreter shutdown the transport may be half gone; there is no one to tell.
         with contextlib.suppress(Exception):
             self._close_from_anywhere()
 
@@ -153,6 +153,9 @@ class AsyncChatStream:
             self._closed = True
         elif asyncio._get_running_loop() is loop:
             self.close()
+        elif loop.is_closed():  # the connection went with it
+            self._closed = True
+            self._tell_engine()
         else:
             loop.call_soon_threadsafe(self.close)
 

@@ -9,6 +9,7 @@ from types import TracebackType
 
 from minicpmo_client.courier import close_at_exit
 from minicpmo_client.errors import (
+    CHAT_CLOSED,
     CannotConnect,
     MiniCPMOClientError,
     RequestCancelled,
@@ -28,15 +29,13 @@ from minicpmo_client.wire import (
     parse_chunk,
 )
 
-CLOSED = "the chat was closed before its answer was complete"
-
 
 class ChatStream:
     """An answer under way: an iterator of :class:`Chunk`.
 
     Leaving a ``for`` loop early, leaving a ``with`` block, :meth:`close` and garbage collection all cancel
-    what is still to come, and only this chat; the engine is told by id, in the background, since Triton's
-    ensembles do not pass a cancel on. One thread reads; any thread may close.
+    what is still to come, and only this chat; the engine is told by id, in the background, since Triton
+    does not notice every connection that closes. One thread reads; any thread may close.
 
     >>> from minicpmo_client import Client, FakeTransport
     >>> fake = FakeTransport(["One", " two", " three"])
@@ -60,7 +59,11 @@ class ChatStream:
         deadline = Deadline(limit_s)
         self._deadline = deadline
         self._start: Callable[[], Call] = lambda: transport.start(request, deadline.remaining_s())
-        self._call = transport.start(request, limit_s)
+        try:
+            self._call = transport.start(request, limit_s)
+        except (KeyboardInterrupt, SystemExit):  # it may have left all the same
+            self._tell_engine()
+            raise
         close_at_exit(self)
 
     def __iter__(self) -> Generator[Chunk, None, None]:
@@ -93,7 +96,7 @@ class ChatStream:
     def _read(self) -> Chunk | None:
         while not self._answer.ended:
             if self._closed.is_set():
-                raise RequestCancelled(CLOSED)
+                raise RequestCancelled(CHAT_CLOSED)
             try:
                 # Read on past the final response: the server ends the stream, and nothing is left to cancel.
                 for response in self._call:
@@ -103,24 +106,24 @@ class ChatStream:
             except CannotConnect as error:
                 self._retry(error)
             except MiniCPMOClientError as error:
-                if isinstance(error, RequestTimeout) and not self._answer.final_seen:
+                if self._answer.goes_on_after(error):
+                    self._call.cancel()
                     self._tell_engine()
                 self._answer.fail(error)
         return None
 
     def _retry(self, error: CannotConnect) -> None:
         """Start once more, or end with ``error`` where no retry or no time is left."""
-        delay_s = next(self._delays_s, None)
-        if delay_s is None or not self._deadline.leaves(delay_s):
+        delay_s = self._deadline.next_delay_s(self._delays_s)
+        if delay_s is None:
             self._answer.fail(error)
             return
         if not self._closed.wait(delay_s):
             self._call = self._start()
 
     def _tell_engine(self) -> None:
-        notice = cancel_request(self._request)
-        if notice is not None and not self._answer.finished:
-            self._transport.notify(notice, CANCEL_TIMEOUT_S)
+        if not self._answer.finished:
+            self._transport.notify(cancel_request(self._request), CANCEL_TIMEOUT_S)
 
     def __enter__(self) -> ChatStream:
         return self
@@ -147,6 +150,7 @@ class Answer:
         self.finished = False
         self.final_seen = False
         self.ended = False
+        self._is_readable = True
 
     def take(self, response: Response) -> Chunk | None:
         """The chunk in a response, if it carries one."""
@@ -157,6 +161,7 @@ class Answer:
             chunk = parse_chunk(response.outputs)
         except ServerError:
             self.final_seen = False  # what cannot be read must not count as the end of an answer
+            self._is_readable = False
             raise
         self.finished = self.finished or chunk.finish_reason is not None
         return chunk
@@ -166,6 +171,11 @@ class Answer:
         self.ended = True
         if not self.final_seen:
             raise ServerError("the server ended the stream before the final response")
+
+    def goes_on_after(self, error: MiniCPMOClientError) -> bool:
+        """Whether the server may still work on the answer, since it was not the server that ended it."""
+        is_lost = isinstance(error, RequestTimeout) or getattr(error, "connection_lost", False)
+        return not self.final_seen and (is_lost or not self._is_readable)
 
     def fail(self, error: MiniCPMOClientError) -> None:
         """``error`` ended the stream; raised again unless the answer was complete before it."""

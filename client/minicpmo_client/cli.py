@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from minicpmo_client import commands
@@ -17,7 +20,9 @@ from minicpmo_client.wire import DEFAULT_MODEL
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
-_STATUSES = "Exit status: 0 done, 1 failed (one line on stderr says why), 2 wrong usage, 130 interrupted."
+_STATUSES = (
+    "Exit status: 0 done, 1 failed (one line on stderr says why), 2 wrong usage, 130 interrupted, 143 ended."
+)
 
 
 def main(argv: Sequence[str] | None = None, make_client: Callable[..., Client] = Client) -> int:
@@ -28,7 +33,7 @@ def main(argv: Sequence[str] | None = None, make_client: Callable[..., Client] =
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the chat
     try:
         options = {name: vars(args)[name] for name in ("fetch_urls", "metrics_url") if vars(args).get(name)}
-        with make_client(args.url, model=args.model, **options) as client:
+        with _orderly_end(), make_client(args.url, model=args.model, **options) as client:
             status: int = args.run(client, args)
             return status
     except MiniCPMOClientError as error:
@@ -41,6 +46,26 @@ def main(argv: Sequence[str] | None = None, make_client: Callable[..., Client] =
         # Whoever read the answer has gone. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+
+
+@contextlib.contextmanager
+def _orderly_end() -> Iterator[None]:
+    """Within the block SIGTERM and SIGHUP raise :class:`SystemExit`, so that a chat under way is given up."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    # What is ignored, as SIGHUP under nohup, stays so.
+    before = {n: signal.signal(n, end) for n in numbers if signal.getsignal(n) is signal.SIG_DFL}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _parser() -> argparse.ArgumentParser:

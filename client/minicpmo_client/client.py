@@ -18,11 +18,11 @@ from minicpmo_client.grpc_transport import GrpcTransport
 from minicpmo_client.settings import (
     DEFAULT_TIMEOUT_S,
     DEFAULT_URL,
-    POLL_S,
     READY_TIMEOUT_S,
     STATS_TIMEOUT_S,
     Deadline,
     Settings,
+    readiness_polls,
 )
 from minicpmo_client.stats import Stats
 from minicpmo_client.transport import Transport
@@ -130,8 +130,8 @@ class Client:
             videos: videos of a plain question, after its recordings: paths, bytes or URLs.
             sampling: vLLM's sampling parameters, such as ``{"max_tokens": 64, "temperature": 0}``.
             media_parameters: such as ``{"max_slice_nums": 4, "enable_thinking": True}``.
-            request_id: names the request in the server's log, and must be unique among those under way:
-                a cancel names it. Made up where empty.
+            request_id: names the request in the server's log, and must be new: a cancel names it, and
+                counts for a minute. Made up where empty.
             timeout_s: for this chat, instead of the client's.
 
         Raises:
@@ -191,8 +191,7 @@ class Client:
                 tensors = self._transport.infer(item.request, deadline.remaining_s())
                 break
             except CannotConnect:
-                delay_s = next(delays_s, None)
-                if delay_s is None or not deadline.leaves(delay_s):
+                if (delay_s := deadline.next_delay_s(delays_s)) is None:
                     raise
                 time.sleep(delay_s)
             except MiniCPMOClientError as error:
@@ -223,19 +222,15 @@ class Client:
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Return once the server serves the model; :class:`RequestTimeout` if not so within ``timeout_s``."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            remaining_s = deadline - time.monotonic()
-            if self.is_ready(min(max(remaining_s, POLL_S), READY_TIMEOUT_S)):
+        for limit_s, pause_s in readiness_polls(self.model, self.url, timeout_s):
+            if self.is_ready(limit_s):
                 return
-            if remaining_s <= POLL_S:
-                raise RequestTimeout(f"model {self.model} at {self.url} was not ready within {timeout_s:g} s")
-            time.sleep(POLL_S)
+            time.sleep(pause_s)
 
     def close(self) -> None:
         """Cancel this client's chats and free its connection. The client cannot be used afterwards.
 
-        Waits up to a second for cancels on their way to the engine.
+        Waits up to five seconds for cancels on their way to the engine.
         """
         for stream in list(self._streams):
             stream.close()

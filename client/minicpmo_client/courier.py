@@ -15,8 +15,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
-#: How long closing a client, or the interpreter's exit, waits for messages on their way.
-DRAIN_S = 1.0
+#: How long closing a client, or the interpreter's exit, waits for messages on their way. They take
+#: milliseconds, but where the machine is busy, seconds.
+DRAIN_S = 5.0
 
 _Job = Callable[[], object]
 _Jobs = SimpleQueue[_Job | None]

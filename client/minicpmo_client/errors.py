@@ -22,7 +22,12 @@ class ModelNotFound(MiniCPMOClientError):
 
 
 class ServerUnavailable(MiniCPMOClientError):
-    """No server answers at that address, or it cannot serve now (UNAVAILABLE). A retry may help."""
+    """No server answers at that address, or it cannot serve now (UNAVAILABLE). A retry may help.
+
+    ``connection_lost``: the connection ended before the answer did; the request may have arrived.
+    """
+
+    connection_lost = False
 
 
 class CannotConnect(ServerUnavailable):
@@ -40,6 +45,8 @@ class RequestCancelled(MiniCPMOClientError):
 class ServerError(MiniCPMOClientError):
     """Anything else that went wrong on the server."""
 
+
+CHAT_CLOSED = "the chat was closed before its answer was complete"
 
 _BY_CODE: dict[str, type[MiniCPMOClientError]] = {
     "INVALID_ARGUMENT": InvalidRequest,
@@ -96,6 +103,17 @@ def from_server(code: str | None, text: str) -> MiniCPMOClientError:
     return ServerError(message)
 
 
+def lost_connection(where: str, reason: str) -> ServerUnavailable:
+    """The connection to ``where`` ended in the middle of an exchange.
+
+    >>> lost_connection("localhost:8000", "Connection reset by peer")
+    ServerUnavailable('lost the connection to localhost:8000: Connection reset by peer')
+    """
+    error = ServerUnavailable(f"lost the connection to {where}: {reason}")
+    error.connection_lost = True
+    return error
+
+
 _CODES_BY_HTTP_STATUS = {
     404: "NOT_FOUND",
     408: "DEADLINE_EXCEEDED",
@@ -110,13 +128,13 @@ _CODES_BY_HTTP_STATUS = {
 def from_http(status: int, text: str, *, keeps_codes: bool) -> MiniCPMOClientError:
     """The exception for an error reply over HTTP.
 
-    ``keeps_codes`` is true for ``infer``, where status 400 means INVALID_ARG. ``generate`` and
-    ``generate_stream`` (2.51) answer 400 to every error of the model, or 200; its text then decides.
+    ``keeps_codes`` is true for ``infer``, where status 400 means INVALID_ARG, or CANCELLED, as the text says.
+    ``generate`` and ``generate_stream`` (2.51) answer 400, or 200, to every error; the text decides.
 
     >>> from_http(400, "image[0]: not an image", keeps_codes=False)
     InvalidRequest('image[0]: not an image')
     """
-    code = _CODES_BY_HTTP_STATUS.get(status)
-    if status == 400 and keeps_codes:
-        code = "INVALID_ARGUMENT"
-    return from_server(code, text or f"HTTP status {status}")
+    error = from_server(_CODES_BY_HTTP_STATUS.get(status), text or f"HTTP status {status}")
+    if status == 400 and keeps_codes and type(error) is ServerError:
+        return InvalidRequest(str(error))
+    return error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,8 +11,8 @@ import grpc.aio  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from minicpmo_client import grpc_wire
-from minicpmo_client.courier import DRAIN_S
-from minicpmo_client.errors import MiniCPMOClientError, RequestCancelled
+from minicpmo_client.errors import CHAT_CLOSED, MiniCPMOClientError, RequestCancelled
+from minicpmo_client.grpc_transport import GrpcTransport
 from minicpmo_client.transport import Tensors
 from minicpmo_client.wire import Request, Response
 
@@ -26,10 +25,12 @@ class AsyncGrpcTransport:
         self._channel: Any = None
         self._stub: Any = None
         self._closed = False
-        self._notices: set[asyncio.Task[None]] = set()
+        # Notices leave from a thread: the event loop may end, or be busy, right after a chat is given up.
+        self._notices = GrpcTransport(url)
 
     def start(self, request: Request, timeout_s: float | None) -> AsyncGrpcCall:
         message = grpc_wire.to_message(request)
+        self._notices.prepare_to_notify()
         rpc = self._connected().ModelStreamInfer(iter((message,)), timeout=timeout_s)
         return AsyncGrpcCall(rpc, self, timeout_s)
 
@@ -38,10 +39,7 @@ class AsyncGrpcTransport:
         return grpc_wire.to_tensors(await self._answer(rpc, timeout_s))
 
     def notify(self, request: Request, timeout_s: float) -> None:
-        with contextlib.suppress(RuntimeError):  # no loop runs any more
-            task = asyncio.get_running_loop().create_task(self._notify(request, timeout_s))
-            self._notices.add(task)
-            task.add_done_callback(self._notices.discard)
+        self._notices.notify(request, timeout_s)
 
     async def model_ready(self, model: str, timeout_s: float) -> bool:
         rpc = self._connected().ModelReady(service_pb2.ModelReadyRequest(name=model), timeout=timeout_s)
@@ -49,8 +47,7 @@ class AsyncGrpcTransport:
 
     async def close(self) -> None:
         self._closed = True
-        if self._notices:
-            await asyncio.wait(list(self._notices), timeout=DRAIN_S)
+        await asyncio.to_thread(self._notices.close)
         if self._channel is not None:
             await self._channel.close()
 
@@ -63,20 +60,8 @@ class AsyncGrpcTransport:
         except grpc.RpcError as error:
             raise self.to_error(error, timeout_s) from None
 
-    async def _notify(self, request: Request, timeout_s: float) -> None:
-        with contextlib.suppress(grpc.RpcError, MiniCPMOClientError, grpc.aio.UsageError):
-            message = grpc_wire.to_message(request)
-            self._connected(closing=True)
-            # A stream of one message each way is, on the wire, a unary call.
-            once = self._channel.unary_unary(
-                grpc_wire.STREAM_METHOD,
-                request_serializer=service_pb2.ModelInferRequest.SerializeToString,
-                response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
-            )
-            await once(message, timeout=timeout_s)
-
-    def _connected(self, *, closing: bool = False) -> Any:
-        if self._closed and not closing:
+    def _connected(self) -> Any:
+        if self._closed:
             raise MiniCPMOClientError(grpc_wire.CLOSED)
         if self._stub is None:  # a channel wants a running loop
             options = grpc_wire.CHANNEL_OPTIONS
@@ -109,7 +94,7 @@ class AsyncGrpcCall:
         except asyncio.CancelledError:
             # gRPC raises it for a call cancelled by cancel() too, and that is not the task's end.
             if self._cancelled:
-                raise RequestCancelled("the chat was closed before its answer was complete") from None
+                raise RequestCancelled(CHAT_CLOSED) from None
             raise
         if message is grpc.aio.EOF:
             raise StopAsyncIteration

@@ -51,7 +51,7 @@ class GrpcTransport:
 
     def start(self, request: Request, timeout_s: float | None) -> GrpcCall:
         message = grpc_wire.to_message(request)
-        self._courier.start()
+        self.prepare_to_notify()
         # One message, then the stream is half closed: the server ends it after the final response.
         rpc = self._call(
             lambda: self._stub.ModelStreamInfer(iter((message,)), timeout=timeout_s),
@@ -63,6 +63,10 @@ class GrpcTransport:
         message = grpc_wire.to_message(request)
         reply = self._call(lambda: self._stub.ModelInfer(message, timeout=timeout_s), timeout_s)
         return grpc_wire.to_tensors(reply)
+
+    def prepare_to_notify(self) -> None:
+        """Before the first :meth:`notify`, which may come from a garbage collector."""
+        self._courier.start()
 
     def notify(self, request: Request, timeout_s: float) -> None:
         message = grpc_wire.to_message(request)

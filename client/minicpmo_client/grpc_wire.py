@@ -9,7 +9,14 @@ from typing import Any
 from tritonclient.grpc import service_pb2
 
 from minicpmo_client.address import Address, parse_address
-from minicpmo_client.errors import CannotConnect, InvalidRequest, MiniCPMOClientError, from_server
+from minicpmo_client.errors import (
+    CHAT_CLOSED,
+    CannotConnect,
+    InvalidRequest,
+    MiniCPMOClientError,
+    from_server,
+    lost_connection,
+)
 from minicpmo_client.tensors import decode_tensor, encode_input
 from minicpmo_client.transport import Tensors
 from minicpmo_client.wire import INPUTS, Request, Response
@@ -21,8 +28,9 @@ CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # While a server starts, a caller who asks again must not wait out gRPC's two minutes of back-off.
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
+    # In spite of its name how long a connection may take to come about, TLS and HTTP/2 included.
+    ("grpc.min_reconnect_backoff_ms", 10_000),
 )
 STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 # How gRPC itself words that there is no server; any other UNAVAILABLE is the server's own.
@@ -82,9 +90,9 @@ def to_error(error: Any, target: str, timeout_s: float | None) -> MiniCPMOClient
         reason = _REASON.search(text)
         return CannotConnect(f"cannot connect to {target}: {reason.group() if reason else text}")
     if code == "UNAVAILABLE" and _LOST_CONNECTION.match(text):
-        text = f"lost the connection to {target}: {text}"
-    elif code == "DEADLINE_EXCEEDED" and "Deadline Exceeded" in text and timeout_s is not None:
+        return lost_connection(target, text)
+    if code == "DEADLINE_EXCEEDED" and "Deadline Exceeded" in text and timeout_s is not None:
         text = f"no complete answer from {target} within {timeout_s:g} s"
     elif code == "CANCELLED" and text in ("Locally cancelled by application!", "Channel closed!"):
-        text = "the chat was closed before its answer was complete"
+        text = CHAT_CLOSED
     return from_server(code, text)

@@ -16,15 +16,9 @@ from collections.abc import AsyncIterator, Mapping
 
 from minicpmo_client import http_wire
 from minicpmo_client.address import Address
-from minicpmo_client.courier import DRAIN_S
-from minicpmo_client.errors import (
-    CannotConnect,
-    MiniCPMOClientError,
-    RequestCancelled,
-    RequestTimeout,
-    ServerUnavailable,
-)
-from minicpmo_client.http_wire import Exchange, ReplyReader, connect_problem
+from minicpmo_client.errors import CHAT_CLOSED, MiniCPMOClientError, RequestCancelled
+from minicpmo_client.http_transport import HttpTransport
+from minicpmo_client.http_wire import Exchange, ReplyReader
 from minicpmo_client.transport import Tensors
 from minicpmo_client.wire import Request, Response
 
@@ -37,11 +31,13 @@ class AsyncHttpTransport:
     def __init__(self, url: str) -> None:
         self._address = http_wire.http_address(url)
         self._calls: set[AsyncHttpCall] = set()
-        self._notices: set[asyncio.Task[None]] = set()
+        # Notices leave from a thread: the event loop may end, or be busy, right after a chat is given up.
+        self._notices = HttpTransport(url)
         self._closed = False
 
     def start(self, request: Request, timeout_s: float | None) -> AsyncHttpCall:
         self._check_open()
+        self._notices.prepare_to_notify()
         return AsyncHttpCall(self._address, http_wire.chat_exchange(request), timeout_s, self._calls)
 
     async def infer(self, request: Request, timeout_s: float | None) -> Tensors:
@@ -49,10 +45,7 @@ class AsyncHttpTransport:
         return (await run(self._address, http_wire.infer_exchange(request), timeout_s)).tensors()
 
     def notify(self, request: Request, timeout_s: float) -> None:
-        with contextlib.suppress(RuntimeError):  # no loop runs any more
-            task = asyncio.get_running_loop().create_task(self._notify(request, timeout_s))
-            self._notices.add(task)
-            task.add_done_callback(self._notices.discard)
+        self._notices.notify(request, timeout_s)
 
     async def model_ready(self, model: str, timeout_s: float) -> bool:
         self._check_open()
@@ -63,12 +56,7 @@ class AsyncHttpTransport:
         self._closed = True
         for call in list(self._calls):
             call.cancel()
-        if self._notices:
-            await asyncio.wait(list(self._notices), timeout=DRAIN_S)
-
-    async def _notify(self, request: Request, timeout_s: float) -> None:
-        with contextlib.suppress(MiniCPMOClientError):
-            await run(self._address, http_wire.notice_exchange(request), timeout_s)
+        await asyncio.to_thread(self._notices.close)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -175,8 +163,7 @@ class AsyncHttpCall:
                 address.host, address.port, ssl=context
             )
         except OSError as error:
-            reason = connect_problem(error)
-            raise CannotConnect(f"cannot connect to {address.netloc}: {reason}") from None
+            raise http_wire.no_connection(address, error) from None
         self._writer.write(http_wire.request_head(address, self._exchange))
         self._writer.write(self._exchange.body)
         # A server that refuses a request may answer and hang up before all of it has arrived.
@@ -208,14 +195,10 @@ class AsyncHttpCall:
 
     def _failure(self, error: BaseException) -> MiniCPMOClientError:
         if self._late:
-            where, limit_s = self._address.netloc, self._timeout_s
-            return RequestTimeout(f"no complete answer from {where} within {limit_s:g} s")
+            return http_wire.late(self._address, self._timeout_s)
         if self._cancelled:
-            return RequestCancelled("the chat was closed before its answer was complete")
-        if isinstance(error, asyncio.IncompleteReadError):
-            error = EOFError("the reply is cut off")
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return ServerUnavailable(f"lost the connection to {self._address.netloc}: {reason}")
+            return RequestCancelled(CHAT_CLOSED)
+        return http_wire.lost(self._address, error)
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

@@ -16,14 +16,8 @@ from collections.abc import Iterator
 from minicpmo_client import http_wire
 from minicpmo_client.address import Address
 from minicpmo_client.courier import Courier
-from minicpmo_client.errors import (
-    CannotConnect,
-    MiniCPMOClientError,
-    RequestCancelled,
-    RequestTimeout,
-    ServerUnavailable,
-)
-from minicpmo_client.http_wire import Exchange, ReplyReader, connect_problem
+from minicpmo_client.errors import CHAT_CLOSED, MiniCPMOClientError, RequestCancelled, RequestTimeout
+from minicpmo_client.http_wire import Exchange, ReplyReader
 from minicpmo_client.transport import Tensors
 from minicpmo_client.wire import Request, Response
 
@@ -42,7 +36,7 @@ class HttpTransport:
     def start(self, request: Request, timeout_s: float | None) -> HttpCall:
         self._check_open()
         exchange = http_wire.chat_exchange(request)
-        self._courier.start()
+        self.prepare_to_notify()
         call = HttpCall(self._address, exchange, timeout_s, self._calls)
         call.send()
         return call
@@ -50,6 +44,10 @@ class HttpTransport:
     def infer(self, request: Request, timeout_s: float | None) -> Tensors:
         self._check_open()
         return run(self._address, http_wire.infer_exchange(request), timeout_s, self._calls).tensors()
+
+    def prepare_to_notify(self) -> None:
+        """Before the first :meth:`notify`, which may come from a garbage collector."""
+        self._courier.start()
 
     def notify(self, request: Request, timeout_s: float) -> None:
         exchange, address = http_wire.notice_exchange(request), self._address
@@ -155,8 +153,7 @@ class HttpCall:
             self._connection.connect()
         except OSError as error:
             self._connection.close()
-            reason = connect_problem(error)
-            raise CannotConnect(f"cannot connect to {self._address.netloc}: {reason}") from None
+            raise http_wire.no_connection(self._address, error) from None
         self._socket = self._connection.sock
         if self._cancelled:
             self.cancel()
@@ -249,15 +246,12 @@ class HttpCall:
         return remaining_s
 
     def _late(self) -> RequestTimeout:
-        return RequestTimeout(f"no complete answer from {self._address.netloc} within {self._timeout_s:g} s")
+        return http_wire.late(self._address, self._timeout_s)
 
     def _lost(self, error: BaseException) -> MiniCPMOClientError:
         if self._cancelled:
-            return RequestCancelled("the chat was closed before its answer was complete")
-        if isinstance(error, http.client.IncompleteRead):
-            error = EOFError("the reply is cut off")
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        return ServerUnavailable(f"lost the connection to {self._address.netloc}: {reason}")
+            return RequestCancelled(CHAT_CLOSED)
+        return http_wire.lost(self._address, error)
 
 
 def _connection(address: Address) -> http.client.HTTPConnection:

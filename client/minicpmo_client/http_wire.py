@@ -6,7 +6,9 @@ Streamed answers use Triton's ``generate_stream`` (server-sent events, media as 
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import http.client
 import json
 import os
 import re
@@ -16,7 +18,16 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from minicpmo_client.address import Address, parse_address
-from minicpmo_client.errors import InvalidRequest, MiniCPMOClientError, ServerError, from_http
+from minicpmo_client.errors import (
+    CannotConnect,
+    InvalidRequest,
+    MiniCPMOClientError,
+    RequestTimeout,
+    ServerError,
+    ServerUnavailable,
+    from_http,
+    lost_connection,
+)
 from minicpmo_client.sse import EventParser
 from minicpmo_client.tensors import decode_tensor, encode_input
 from minicpmo_client.transport import Tensors
@@ -184,6 +195,22 @@ def connect_problem(error: OSError) -> str:
     if type(error).__module__ == "builtins" and error.errno is not None:
         return os.strerror(error.errno)
     return error.strerror or str(error) or "timed out"
+
+
+def no_connection(address: Address, error: OSError) -> CannotConnect:
+    return CannotConnect(f"cannot connect to {address.netloc}: {connect_problem(error)}")
+
+
+def late(address: Address, timeout_s: float | None) -> RequestTimeout:
+    return RequestTimeout(f"no complete answer from {address.netloc} within {timeout_s:g} s")
+
+
+def lost(address: Address, error: BaseException) -> ServerUnavailable:
+    """The connection ended, or what came is no HTTP, before the reply was complete."""
+    if isinstance(error, (http.client.IncompleteRead, asyncio.IncompleteReadError)):
+        error = EOFError("the reply is cut off")
+    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return lost_connection(address.netloc, reason)
 
 
 def _generate(request: Request, action: str, kind: Kind) -> Exchange:

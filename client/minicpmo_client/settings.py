@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from minicpmo_client import address
-from minicpmo_client.errors import InvalidRequest
+from minicpmo_client.errors import InvalidRequest, RequestTimeout
 from minicpmo_client.fetch import fetch_url
 from minicpmo_client.media import Fetch
 
@@ -65,10 +66,25 @@ class Deadline:
             return None
         return max(round(self._limit_s - (time.monotonic() - self._started_s), 3), 0.001)
 
-    def leaves(self, delay_s: float) -> bool:
-        """Whether there is time for a wait of ``delay_s``."""
-        remaining_s = self.remaining_s()
-        return remaining_s is None or remaining_s > delay_s
+    def next_delay_s(self, delays_s: Iterator[float]) -> float | None:
+        """The next of the delays before retries; None where there is none, or no time for it."""
+        delay_s, remaining_s = next(delays_s, None), self.remaining_s()
+        if delay_s is None or (remaining_s is not None and remaining_s <= delay_s):
+            return None
+        return delay_s
+
+
+def readiness_polls(model: str, url: str, timeout_s: float) -> Iterator[tuple[float, float]]:
+    """How long to wait for each answer whether ``model`` is ready, and how long after it.
+
+    Raises:
+        RequestTimeout: ``timeout_s`` is over.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (remaining_s := deadline - time.monotonic()) > POLL_S:
+        yield min(remaining_s, READY_TIMEOUT_S), POLL_S
+    yield POLL_S, 0.0
+    raise RequestTimeout(f"model {model} at {url} was not ready within {timeout_s:g} s")
 
 
 def check_timeout(timeout_s: float | None) -> None:

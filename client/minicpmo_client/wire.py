@@ -73,8 +73,8 @@ ENCODE_MODEL = "encode"
 #: Model -> its sibling that answers one request with one response, for HTTP ``infer``.
 UNARY_MODELS = {DEFAULT_MODEL: "minicpmo_unary"}
 
-#: How long a message that gives a chat up may take.
-CANCEL_TIMEOUT_S = 2.0
+#: How long a message that gives a chat up may take; a server that is busy may be slow to take it.
+CANCEL_TIMEOUT_S = 10.0
 _FIRST_RETRY_DELAY_S = 0.2
 _MAX_RETRY_DELAY_S = 2.0
 
@@ -181,16 +181,15 @@ def chat_request(model: str, request_id: str, inputs: Mapping[str, InputValue]) 
     return Request(model, request_id or uuid.uuid4().hex, inputs)
 
 
-def cancel_request(request: Request) -> Request | None:
-    """What tells the engine to abort ``request``; None where the transport's own cancelling does.
+def cancel_request(request: Request) -> Request:
+    """What tells the engine to abort ``request``.
 
-    Triton's ensembles (2.51) do not pass a cancel on to a step under way.
+    Triton (2.51) passes no cancel on to a step of an ensemble under way, and does not notice that the
+    connection of an HTTP ``generate`` or ``infer`` has closed.
 
     >>> cancel_request(Request("minicpmo", "chat-1", {})).inputs
     {'cancel_request_id': [b'chat-1']}
     """
-    if request.model == ENGINE_MODEL:
-        return None
     return Request(ENGINE_MODEL, uuid.uuid4().hex, {CANCEL_REQUEST_ID: [request.request_id.encode()]})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import threading
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 
 from minicpmo_client import (
+    AsyncClient,
+    AsyncFakeTransport,
     CannotConnect,
     Chat,
     Chunk,
@@ -19,12 +22,14 @@ from minicpmo_client import (
     Embeddings,
     FakeTransport,
     InvalidRequest,
+    MiniCPMOClientError,
     RequestCancelled,
     RequestTimeout,
     Response,
     ServerError,
     ServerUnavailable,
 )
+from minicpmo_client.errors import lost_connection
 
 WORDS = ["one ", "two ", "three"]
 
@@ -198,19 +203,53 @@ def test_a_generation_that_has_ended_is_not_reported() -> None:
     assert fake.notices == []
 
 
-def test_a_chat_with_the_engine_itself_sends_no_notice() -> None:
+def test_a_chat_with_the_engine_itself_is_reported_too() -> None:
     fake = FakeTransport(WORDS)
-    for _ in Client(model="llm", transport=fake).chat("Count"):
+    for _ in Client(model="llm", transport=fake).chat("Count", request_id="r"):
         break
-    assert len(fake.cancelled) == 1
-    assert fake.notices == []
+    assert fake.cancelled == ["r"]
+    assert [notice.inputs for notice in fake.notices] == [{"cancel_request_id": [b"r"]}]
 
 
-def test_a_chat_that_ran_out_of_time_is_reported() -> None:
-    client, fake = client_with("one ", RequestTimeout("late"))
-    with pytest.raises(RequestTimeout):
-        client.chat("Count", stream=False)
-    assert len(fake.notices) == 1
+@pytest.mark.parametrize(
+    ("reply", "is_reported"),
+    [
+        (RequestTimeout("late"), True),
+        (lost_connection("h:1", "reset"), True),
+        ({"text_output": [b"x"], "logprobs": [b"{"]}, True),
+        (ServerUnavailable("the engine has stopped"), False),
+        (ServerError("out of luck"), False),
+        (InvalidRequest("image[0]: no image"), False),
+    ],
+    ids=["timeout", "lost", "unreadable", "unavailable", "error", "refused"],
+)
+def test_the_engine_is_told_where_it_may_go_on(reply: Any, is_reported: bool) -> None:
+    client, fake = client_with("one ", reply)
+    with pytest.raises(MiniCPMOClientError):
+        client.chat("Count", request_id="r", stream=False)
+    assert [notice.inputs["cancel_request_id"] for notice in fake.notices] == [[b"r"]] * is_reported
+    assert fake.cancelled == ["r"] * is_reported
+
+    async def ask() -> None:
+        await AsyncClient(transport=async_fake).chat("Count", request_id="r", stream=False)
+
+    async_fake = AsyncFakeTransport(["one ", reply])
+    with pytest.raises(MiniCPMOClientError):
+        asyncio.run(ask())
+    assert [notice.inputs["cancel_request_id"] for notice in async_fake.notices] == [[b"r"]] * is_reported
+    assert async_fake.cancelled == ["r"] * is_reported
+
+
+def test_an_interruption_while_sending_is_reported() -> None:
+    class Interrupted(FakeTransport):
+        def start(self, request: Any, timeout_s: float | None) -> Any:
+            super().start(request, timeout_s)
+            raise KeyboardInterrupt
+
+    fake = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        Client(transport=fake).chat("Count", request_id="r")
+    assert [notice.inputs for notice in fake.notices] == [{"cancel_request_id": [b"r"]}]
 
 
 def test_closing_the_client_reports_its_chats() -> None:

@@ -250,6 +250,15 @@ def test_ctrl_c_in_a_real_process() -> None:
     assert time.monotonic() - started_s < 10
 
 
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_other_signals_in_a_real_process(sent: signal.Signals, status: int) -> None:
+    process = start_slow()
+    process.send_signal(sent)
+    output, error = process.communicate(timeout=20)
+    assert (process.returncode, error) == (status, b"")
+    assert output.endswith(b"\n"), "the chat was not left in order"
+
+
 def test_a_reader_that_leaves_ends_it_quietly() -> None:
     process = start_slow()
     assert process.stdout is not None

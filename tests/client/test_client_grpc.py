@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
+import socket
 import struct
 import subprocess
 import sys
@@ -281,8 +283,6 @@ def test_losses_are_told_from_what_the_server_says(details: str, message: str) -
 
 @pytest.fixture
 def unused_port() -> int:
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]
@@ -309,6 +309,36 @@ def test_a_server_that_starts_late_is_found_soon(unused_port: int) -> None:
         finally:
             timer.join()
             server.stop(None).wait(WAIT_S)
+
+
+def test_a_connection_may_take_its_time(served: tuple[str, Triton]) -> None:
+    """A far server, or TLS, needs some round trips; the first packet of this one takes a second."""
+    host, port = served[0].split(":")
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+
+        def relay() -> None:
+            near, _ = listening.accept()
+            with near, socket.create_connection((host, int(port))) as far:
+                back = threading.Thread(target=pump, args=(near, far))
+                back.start()
+                time.sleep(1.0)
+                pump(far, near)
+                back.join()
+
+        relaying = threading.Thread(target=relay, daemon=True)
+        relaying.start()
+        with Client(f"127.0.0.1:{listening.getsockname()[1]}", timeout_s=WAIT_S) as client:
+            assert client.chat("count 1", stream=False).num_output_tokens == 1
+        relaying.join(WAIT_S)
+
+
+def pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(2**16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
 
 
 def test_a_closed_client_says_so(served: tuple[str, Triton]) -> None:

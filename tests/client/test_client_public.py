@@ -154,6 +154,11 @@ def test_http_statuses(status: int, keeps_codes: bool, error: type[Exception]) -
     assert str(errors.from_http(status, "", keeps_codes=keeps_codes)) == f"HTTP status {status}"
 
 
+def test_a_cancelled_infer_is_told_by_its_text() -> None:
+    error = errors.from_http(400, "the request was cancelled", keeps_codes=True)
+    assert type(error) is errors.RequestCancelled
+
+
 def test_texts_of_the_servers_own_errors_are_recognised() -> None:
     from minicpmo_triton.errors import InvalidArgument
 

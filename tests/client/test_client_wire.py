@@ -50,10 +50,9 @@ def test_only_the_engine_is_asked_for_what_the_others_send_anyway() -> None:
     assert wire.chat_request("minicpmo", "r", {"stream": True}).inputs == {"stream": True}
 
 
-def test_a_chat_with_the_engine_itself_needs_no_notice() -> None:
-    assert wire.cancel_request(wire.Request("llm", "r", {})) is None
-    notice = wire.cancel_request(wire.Request("minicpmo", "r", {}))
-    assert notice is not None
+@pytest.mark.parametrize("model", ["minicpmo", "minicpmo_unary", "llm"])
+def test_the_engine_is_told_by_id_what_to_abort(model: str) -> None:
+    notice = wire.cancel_request(wire.Request(model, "r", {}))
     assert (notice.model, notice.inputs) == ("llm", {"cancel_request_id": [b"r"]})
     assert notice.request_id != "r"
 

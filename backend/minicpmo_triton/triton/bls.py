@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,6 +16,13 @@ from minicpmo_triton.errors import Cancelled, MiniCPMOError, Unavailable
 _FIELDS = {tensor.name for model in schema.MODELS for tensor in model.inputs}
 _FIELD = re.compile(r"^(\w+)[\w.\[\]]*: ")
 _ENSEMBLE_PREFIX = re.compile(r"^(?:in ensemble '[^']*', )+")
+#: How these errors read, by which they are known where their code is lost.
+_BY_TEXT = (
+    (re.compile(r"^the request was cancelled"), Cancelled),
+    (re.compile(r"restart the server|start the server again|try again later"), Unavailable),
+)
+#: Parameter of a relayed request that holds the id under which its client knows it.
+_RELAYED_ID = "relayed_id"
 
 
 class RefusedRequest(MiniCPMOError):
@@ -44,18 +52,30 @@ def ask(model: str, inputs: list[Any], outputs: Iterable[schema.Tensor]) -> Any:
     return _checked(request.exec())
 
 
-def stream(model: str, inputs: list[Any], outputs: Iterable[schema.Tensor], request_id: str) -> Iterator[Any]:
-    """The responses of a decoupled model that carry something; raises what the model answered."""
+def stream(
+    model: str, inputs: list[Any], outputs: Iterable[schema.Tensor], request_id: str, relayed_id: str = ""
+) -> Iterator[Any]:
+    """The responses of a decoupled model that carry something; raises what the model answered.
+
+    ``relayed_id`` is the id of the request that this one is made for; a cancel may name it too.
+    """
     request = pb_utils.InferenceRequest(
         model_name=model,
         inputs=inputs,
         requested_output_names=[spec.name for spec in outputs],
         request_id=request_id,
+        parameters={_RELAYED_ID: relayed_id} if relayed_id else {},
     )
     for response in request.exec(decoupled=True):
         _checked(response)
         if response.output_tensors():
             yield response
+
+
+def relayed_id(request: Any) -> str:
+    """The id of the request that this one was made for by :func:`stream`; empty where there is none."""
+    parameters = request.parameters()
+    return str(json.loads(parameters).get(_RELAYED_ID, "")) if _RELAYED_ID in parameters else ""
 
 
 def output(response: Any, spec: schema.Tensor) -> Any:
@@ -74,6 +94,9 @@ def _checked(response: Any) -> Any:
     for name, kind in _ERRORS.items():
         if error.code() == getattr(pb_utils.TritonError, name):
             raise kind(message)
-    # Triton 2.51 hands every error of another model over as INTERNAL; ours begin with the field at fault.
+    # Triton 2.51 hands every error of another model over as INTERNAL.
+    for pattern, kind in _BY_TEXT:
+        if pattern.search(message):
+            raise kind(message)
     field = _FIELD.match(message)
     raise RefusedRequest(message) if field and field[1] in _FIELDS else MiniCPMOError(message)

@@ -185,7 +185,9 @@ class LLMModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            stream = Stream(request.request_id(), request.get_response_sender(), self._responder)
+            stream = Stream(
+                request.request_id(), request.get_response_sender(), self._responder, bls.relayed_id(request)
+            )
             try:
                 self._take(request, stream)
             except BaseException as error:

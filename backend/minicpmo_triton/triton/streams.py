@@ -36,8 +36,10 @@ class Stream:
     (seen on 2.51). So that response waits for a question under way, and none is asked after it.
     """
 
-    def __init__(self, request_id: str, sender: Any, responder: Responder) -> None:
+    def __init__(self, request_id: str, sender: Any, responder: Responder, relayed_id: str = "") -> None:
         self.request_id = request_id
+        #: The ids by which it can be cancelled; the second that of the client it is relayed for.
+        self.ids = (request_id, relayed_id) if relayed_id else (request_id,)
         #: Asked after at every poll of this number.
         self.polls_per_question = 1
         self._sender = sender
@@ -81,10 +83,11 @@ class Stream:
             work.cancel()
 
     def cancel(self) -> None:
+        """Give it up. The work is told once: told again, it could be kept from cleaning up."""
         with self._lock:
-            self._is_cancelled = True
+            already, self._is_cancelled = self._is_cancelled, True
             work = self._work
-        if work is not None:
+        if work is not None and not already:
             work.cancel()
 
     def raise_if_cancelled(self) -> None:
@@ -146,8 +149,8 @@ class InFlight:
     def add(self, stream: Stream) -> None:
         """Take a request in; :class:`Cancelled` if it was given up before it came."""
         with self._lock:
-            forgotten_at = self._cancelled_ids.pop(stream.request_id, 0.0)
-            if forgotten_at > self._clock():
+            forgotten_at = [self._cancelled_ids.pop(name, 0.0) for name in stream.ids]
+            if max(forgotten_at) > self._clock():
                 raise Cancelled("the request was cancelled before it reached the language model")
             self._streams[stream] = None
 
@@ -158,7 +161,7 @@ class InFlight:
     def cancel(self, request_id: str) -> int:
         """Cancel the requests of this id; their number. None: remember it for one that is on its way."""
         with self._lock:
-            found = [stream for stream in self._streams if stream.request_id == request_id]
+            found = [stream for stream in self._streams if request_id in stream.ids]
             if not found:
                 self._cancelled_ids[request_id] = self._clock() + CANCELLED_ID_TTL_S
                 self._cancelled_ids.move_to_end(request_id)

@@ -66,7 +66,10 @@ class UnaryModel:
         inputs += [tensors.output(flag, [True]) for flag in schema.RETURN_FLAGS]
         work = _Relayed(uuid.uuid4().hex)
         stream.begin(work)
-        responses = list(bls.stream(schema.LLM.name, inputs, schema.ANSWER, work.request_id))
+        # An id of its own, since two clients may use the same one; theirs beside it, for a cancel by id.
+        responses = list(
+            bls.stream(schema.LLM.name, inputs, schema.ANSWER, work.request_id, relayed_id=stream.request_id)
+        )
         if len(responses) != 1:
             raise MiniCPMOError(f"internal error: {len(responses)} responses instead of one")
         return [bls.output(responses[0], spec) for spec in schema.ANSWER]
