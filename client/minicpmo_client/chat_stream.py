@@ -57,10 +57,15 @@ class ChatStream:
         self._request = request
         self._delays_s = delays_s
         self._closed = threading.Event()
+        self._engine_told = False
         deadline = Deadline(limit_s)
         self._deadline = deadline
         self._start: Callable[[], Call] = lambda: transport.start(request, deadline.remaining_s())
-        self._call = transport.start(request, limit_s)
+        try:
+            self._call = transport.start(request, limit_s)
+        except KeyboardInterrupt:  # nobody will have a stream to close, and the request may have left
+            self._tell_engine()
+            raise
         close_at_exit(self)
 
     def __iter__(self) -> Generator[Chunk, None, None]:
@@ -83,12 +88,10 @@ class ChatStream:
 
     def close(self) -> None:
         """Cancel what has not arrived. Never blocks. Reading on raises :class:`RequestCancelled`."""
-        first = not self._closed.is_set()
         self._closed.set()
         if not self._answer.ended:
             self._call.cancel()
-            if first:
-                self._tell_engine()
+            self._tell_engine()
 
     def _read(self) -> Chunk | None:
         while not self._answer.ended:
@@ -119,8 +122,9 @@ class ChatStream:
 
     def _tell_engine(self) -> None:
         notice = cancel_request(self._request)
-        if notice is not None and not self._answer.finished:
+        if notice is not None and not self._answer.finished and not self._engine_told:
             self._transport.notify(notice, CANCEL_TIMEOUT_S)
+            self._engine_told = True  # afterwards: a Ctrl-C may come between, and whoever closes next does it
 
     def __enter__(self) -> ChatStream:
         return self

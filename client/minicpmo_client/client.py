@@ -235,7 +235,7 @@ class Client:
     def close(self) -> None:
         """Cancel this client's chats and free its connection. The client cannot be used afterwards.
 
-        Waits up to a second for cancels on their way to the engine.
+        Waits up to five seconds for cancels on their way to the engine.
         """
         for stream in list(self._streams):
             stream.close()

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 #: How long closing a client, or the interpreter's exit, waits for messages on their way.
-DRAIN_S = 1.0
+DRAIN_S = 5.0
 
 _Job = Callable[[], object]
 _Jobs = SimpleQueue[_Job | None]

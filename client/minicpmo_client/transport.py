@@ -44,7 +44,7 @@ class Transport(Protocol):
         """Whether the server answers and serves ``model``; :class:`ServerUnavailable` without a server."""
 
     def close(self) -> None:
-        """Cancel what is under way and free the connection; notices get a second to leave."""
+        """Cancel what is under way and free the connection; notices get five seconds to leave."""
 
 
 class AsyncCall(Protocol):
@@ -74,4 +74,4 @@ class AsyncTransport(Protocol):
         """Whether the server answers and serves ``model``; :class:`ServerUnavailable` without a server."""
 
     async def close(self) -> None:
-        """Cancel what is under way and free the connection; notices get a second to leave."""
+        """Cancel what is under way and free the connection; notices get five seconds to leave."""

@@ -73,8 +73,9 @@ ENCODE_MODEL = "encode"
 #: Model -> its sibling that answers one request with one response, for HTTP ``infer``.
 UNARY_MODELS = {DEFAULT_MODEL: "minicpmo_unary"}
 
-#: How long a message that gives a chat up may take.
-CANCEL_TIMEOUT_S = 2.0
+#: How long a message that gives a chat up may take. Lost, it costs the server the rest of the answer, and a
+#: busy machine may run neither side for seconds.
+CANCEL_TIMEOUT_S = 10.0
 _FIRST_RETRY_DELAY_S = 0.2
 _MAX_RETRY_DELAY_S = 2.0
 
@@ -184,12 +185,13 @@ def chat_request(model: str, request_id: str, inputs: Mapping[str, InputValue]) 
 def cancel_request(request: Request) -> Request | None:
     """What tells the engine to abort ``request``; None where the transport's own cancelling does.
 
-    Triton's ensembles (2.51) do not pass a cancel on to a step under way.
+    Triton's ensembles (2.51) do not pass a cancel on to a step under way, and its HTTP endpoint does not
+    notice that a client has gone who waits for a whole answer.
 
     >>> cancel_request(Request("minicpmo", "chat-1", {})).inputs
     {'cancel_request_id': [b'chat-1']}
     """
-    if request.model == ENGINE_MODEL:
+    if request.model == ENGINE_MODEL and request.inputs.get(STREAM, True):
         return None
     return Request(ENGINE_MODEL, uuid.uuid4().hex, {CANCEL_REQUEST_ID: [request.request_id.encode()]})
 

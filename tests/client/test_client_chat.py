@@ -198,7 +198,7 @@ def test_a_generation_that_has_ended_is_not_reported() -> None:
     assert fake.notices == []
 
 
-def test_a_chat_with_the_engine_itself_sends_no_notice() -> None:
+def test_a_stream_of_the_engine_itself_sends_no_notice() -> None:
     fake = FakeTransport(WORDS)
     for _ in Client(model="llm", transport=fake).chat("Count"):
         break

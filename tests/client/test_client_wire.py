@@ -50,9 +50,15 @@ def test_only_the_engine_is_asked_for_what_the_others_send_anyway() -> None:
     assert wire.chat_request("minicpmo", "r", {"stream": True}).inputs == {"stream": True}
 
 
-def test_a_chat_with_the_engine_itself_needs_no_notice() -> None:
-    assert wire.cancel_request(wire.Request("llm", "r", {})) is None
-    notice = wire.cancel_request(wire.Request("minicpmo", "r", {}))
+def test_a_stream_of_the_engine_itself_needs_no_notice() -> None:
+    assert wire.cancel_request(wire.Request("llm", "r", {"stream": True})) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "stream"), [("minicpmo", True), ("minicpmo", False), ("minicpmo_unary", False), ("llm", False)]
+)
+def test_whatever_else_is_given_up_is_told_to_the_engine(model: str, stream: bool) -> None:
+    notice = wire.cancel_request(wire.Request(model, "r", {"stream": stream}))
     assert notice is not None
     assert (notice.model, notice.inputs) == ("llm", {"cancel_request_id": [b"r"]})
     assert notice.request_id != "r"

@@ -30,7 +30,7 @@ def counted(server: TritonServer, num_requests: int) -> Iterator[Counted]:
     vLLM's figures of an iteration appear a moment after its tokens are sent, those of a request's last
     iteration after all others of it: they are waited for.
     """
-    result = Counted(_settled(server))
+    result = Counted(settled(server))
     yield result
     deadline = time.monotonic() + 10
     while True:
@@ -43,7 +43,7 @@ def counted(server: TritonServer, num_requests: int) -> Iterator[Counted]:
     assert finished == num_requests
 
 
-def _settled(server: TritonServer) -> list[Sample]:
+def settled(server: TritonServer) -> list[Sample]:
     """The counters once those of earlier requests have stopped moving."""
     samples = scrape(server.metrics_url)
     while True:

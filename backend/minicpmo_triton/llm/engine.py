@@ -61,12 +61,16 @@ class Handle:
         self.request_id = f"{client_id}#{number}"  # unique, whatever clients call their requests
         self._engine = engine
         self._task: asyncio.Task[None] | None = None
+        self._is_cancelled = False  # the loop's
 
     def cancel(self) -> None:
         """Give the request up: it ends with :class:`Cancelled` unless it has ended. From any thread."""
         self._engine._call(self._cancel_on_loop)
 
     def _cancel_on_loop(self) -> None:
+        if self._is_cancelled:
+            return  # once more could cut short what aborts it in the engine
+        self._is_cancelled = True
         if self._task is not None:
             self._task.cancel()
 
@@ -167,6 +171,8 @@ class Engine:
             task = self._loop.create_task(self._generate(handle, generation, prompt, on_output))
             task.add_done_callback(lambda done: self._end(handle, on_done, self._task_outcome(done)))
             handle._task = task
+            if handle._is_cancelled:  # by its id, before it began
+                task.cancel()
 
         if not self._call(begin):
             self._end(handle, on_done, problem or _stopped())

@@ -14,6 +14,8 @@ from minicpmo_triton.errors import Cancelled, MiniCPMOError, Unavailable
 #: Every tensor a message of :class:`InvalidArgument` may begin with.
 _FIELDS = {tensor.name for model in schema.MODELS for tensor in model.inputs}
 _FIELD = re.compile(r"^(\w+)[\w.\[\]]*: ")
+#: How every message of :class:`Cancelled` begins.
+_CANCELLED = "the request was cancelled"
 _ENSEMBLE_PREFIX = re.compile(r"^(?:in ensemble '[^']*', )+")
 
 
@@ -75,5 +77,7 @@ def _checked(response: Any) -> Any:
         if error.code() == getattr(pb_utils.TritonError, name):
             raise kind(message)
     # Triton 2.51 hands every error of another model over as INTERNAL; ours begin with the field at fault.
+    if message.startswith(_CANCELLED):
+        raise Cancelled(message)
     field = _FIELD.match(message)
     raise RefusedRequest(message) if field and field[1] in _FIELDS else MiniCPMOError(message)

@@ -6,6 +6,7 @@ import itertools
 import queue
 import threading
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -21,6 +22,13 @@ POLLS_PER_ENSEMBLE_QUESTION = 10
 #: How long, and for how many ids, a cancellation waits for a request that is still on its way.
 CANCELLED_ID_TTL_S = 60.0
 MAX_CANCELLED_IDS = 4096
+#: Between a client's id and what makes that of the request passed on for it unique.
+_RELAYED = "#relayed-"
+
+
+def relayed_id(client_id: str) -> str:
+    """The id of a request that is passed on to ``llm``: its own, yet cancelled by its client's id too."""
+    return f"{client_id}{_RELAYED}{uuid.uuid4().hex}"
 
 
 class Cancellable(Protocol):
@@ -38,6 +46,9 @@ class Stream:
 
     def __init__(self, request_id: str, sender: Any, responder: Responder) -> None:
         self.request_id = request_id
+        client_id, mark, _ = request_id.rpartition(_RELAYED)
+        #: The ids that cancel it.
+        self.names = {request_id, client_id} if mark and client_id else {request_id}
         #: Asked after at every poll of this number.
         self.polls_per_question = 1
         self._sender = sender
@@ -81,10 +92,11 @@ class Stream:
             work.cancel()
 
     def cancel(self) -> None:
+        """Give it up. The work is told once: told again, it could be kept from cleaning up."""
         with self._lock:
-            self._is_cancelled = True
+            already, self._is_cancelled = self._is_cancelled, True
             work = self._work
-        if work is not None:
+        if work is not None and not already:
             work.cancel()
 
     def raise_if_cancelled(self) -> None:
@@ -146,7 +158,7 @@ class InFlight:
     def add(self, stream: Stream) -> None:
         """Take a request in; :class:`Cancelled` if it was given up before it came."""
         with self._lock:
-            forgotten_at = self._cancelled_ids.pop(stream.request_id, 0.0)
+            forgotten_at = max(self._cancelled_ids.pop(name, 0.0) for name in stream.names)
             if forgotten_at > self._clock():
                 raise Cancelled("the request was cancelled before it reached the language model")
             self._streams[stream] = None
@@ -158,7 +170,7 @@ class InFlight:
     def cancel(self, request_id: str) -> int:
         """Cancel the requests of this id; their number. None: remember it for one that is on its way."""
         with self._lock:
-            found = [stream for stream in self._streams if stream.request_id == request_id]
+            found = [stream for stream in self._streams if request_id in stream.names]
             if not found:
                 self._cancelled_ids[request_id] = self._clock() + CANCELLED_ID_TTL_S
                 self._cancelled_ids.move_to_end(request_id)
@@ -181,15 +193,19 @@ class InFlight:
                 streams = list(self._streams)
             if len(streams) != told:  # here, since telling is a call to the server that may have to wait
                 told = len(streams)
-                self._on_count(told)
+                self._try(self._on_count, told)
             for stream in streams:
                 if poll % stream.polls_per_question == 0:
-                    self._ask(stream)
+                    self._try(self._ask, stream)
 
     @staticmethod
     def _ask(stream: Stream) -> None:
+        if stream.is_given_up():
+            stream.cancel()
+
+    @staticmethod
+    def _try(question: Callable[..., object], *arguments: object) -> None:
         try:
-            if stream.is_given_up():
-                stream.cancel()
-        except Exception as error:  # it ended meanwhile
+            question(*arguments)
+        except Exception as error:  # one that ended meanwhile must not end the watch over the others
             tensors.as_reply_error(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,14 +13,17 @@ import triton_python_backend_utils as pb_utils
 from minicpmo_triton import schema
 from minicpmo_triton.errors import MiniCPMOError
 from minicpmo_triton.triton import bls, tensors
-from minicpmo_triton.triton.streams import InFlight, Responder, Stream
+from minicpmo_triton.triton.streams import InFlight, Responder, Stream, relayed_id
 
 #: Requests that wait for an answer at a time; more wait in order.
 CONCURRENT_REQUESTS = 128
 
 
 class _Relayed:
-    """A generation of ``llm`` that this model asked for; cancelled by its id."""
+    """A generation of ``llm`` that this model asked for; cancelled by its id.
+
+    The client may cancel it by its own: Triton does not notice that a client of HTTP ``infer`` has gone.
+    """
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -64,7 +66,7 @@ class UnaryModel:
         passed_on = (*schema.MEDIA_INPUTS, schema.SAMPLING_PARAMETERS, schema.EXCLUDE_INPUT)
         inputs = bls.inputs_of(request, passed_on)
         inputs += [tensors.output(flag, [True]) for flag in schema.RETURN_FLAGS]
-        work = _Relayed(uuid.uuid4().hex)
+        work = _Relayed(relayed_id(stream.request_id))
         stream.begin(work)
         responses = list(bls.stream(schema.LLM.name, inputs, schema.ANSWER, work.request_id))
         if len(responses) != 1:
