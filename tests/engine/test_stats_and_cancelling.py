@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,7 +21,7 @@ from minicpmo_triton.errors import Cancelled
 from minicpmo_triton.llm.engine import Engine, EngineStats, Generation
 from minicpmo_triton.llm.metrics import VLLM_METRICS
 from tests.engine.conftest import StatsLog
-from tests.engine.helpers import ENDLESS, Answer, Make, submit
+from tests.engine.helpers import ENDLESS, TIMEOUT_S, Answer, Make, submit
 
 BRIEF = '{"temperature": 0, "max_tokens": 8, "ignore_eos": true}'
 NUM_CANCELS = 200
@@ -188,3 +190,24 @@ def test_two_hundred_cancels_at_random_moments_leave_nothing_behind(
     # Other requests' answers are untouched; a near tie may go another way in another batch.
     same = sum(answer.token_ids()[:16] == alone.token_ids()[:16] for answer in bystanders)
     assert same >= len(bystanders) - 1
+
+
+def test_a_cancelled_request_keeps_nothing(shared_engine: Engine, make_shared: Make) -> None:
+    """Its embeddings may be many megabytes; they must not wait for the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        generation = make_shared("image_gray", sampling=ENDLESS)
+        embeds = weakref.ref(generation.image_embeds)
+        answer = submit(shared_engine, generation)
+        del generation
+        assert answer.first.wait(TIMEOUT_S)
+        assert answer.handle is not None
+        answer.handle.cancel()
+        assert isinstance(answer.wait(), Cancelled)
+        deadline = time.monotonic() + TIMEOUT_S
+        while embeds() is not None:
+            assert time.monotonic() < deadline, "the embeddings are still there"
+            time.sleep(0.01)
+    finally:
+        gc.enable()

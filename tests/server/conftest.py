@@ -11,9 +11,13 @@ import pytest
 from minicpmo_client import Client
 from minicpmo_triton.launcher import ServerOptions, TritonServer
 
+from .leftovers import Leftovers
+
 REPOSITORY = Path(__file__).resolve().parents[2] / "model_repository"
 #: Positions of the engine's context in these tests; small, so that a test can exceed it.
-MAX_MODEL_LEN = 4096
+MAX_MODEL_LEN = 16384
+#: Tokens of an answer that nobody waits for: over half a minute where nothing else runs.
+MANY_TOKENS = 15000
 ENGINE_ARGS = {"max_model_len": MAX_MODEL_LEN, "enforce_eager": True}  # compiling takes a minute
 
 
@@ -56,3 +60,11 @@ def server(tiny_checkpoint: Path) -> Iterator[TritonServer]:
 def client(server: TritonServer) -> Iterator[Client]:
     with Client(server.grpc_url, timeout_s=120) as opened:
         yield opened
+
+
+@pytest.fixture
+def leftovers() -> Iterator[Leftovers]:
+    """What a server that the test starts must not leave behind."""
+    run = Leftovers()
+    yield run
+    run.end_processes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import tritonclient.grpc as triton_grpc
 from minicpmo_triton.launcher import TritonServer
 from minicpmo_triton.tiny_checkpoint import VOCAB
 
-from .raw import Answer, Value, grpc_inputs, stream_whole
+from .conftest import MANY_TOKENS
+from .raw import Answer, Value, grpc_inputs, stream_whole, streaming
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 #: Hot, so that the tiny model does not spend itself on the white space that JSON allows.
@@ -249,3 +251,29 @@ def test_what_is_no_json_object_is_refused(text: str, server: TritonServer) -> N
     values: dict[str, Value] = {"text_input": "Hi", "sampling_parameters": text}
     [message] = stream_whole(server.grpc_url, "minicpmo", values).errors
     assert "sampling_parameters: " in message
+
+
+def test_quoted_numbers_are_numbers(server: TritonServer) -> None:
+    """As in Triton's own vLLM backend, whose clients send them so."""
+    quoted = {"temperature": "0", "max_tokens": "12", "top_p": "0.9", "logprobs": "1", "ignore_eos": True}
+    answer = answered(server, **quoted)
+    assert answer.text == answered(server, **GREEDY).text
+    assert len(entries(answer)) == num_tokens(answer) == 12
+
+
+def test_a_request_cancelled_in_mid_stream_ends_with_that_and_nothing_after_it(server: TritonServer) -> None:
+    values: dict[str, Value] = {
+        "text_input": "Tell me all",
+        "stream": True,
+        "sampling_parameters": json.dumps({**GREEDY, "max_tokens": MANY_TOKENS}),
+    }
+    for model in ("minicpmo", "llm"):
+        with streaming(server.grpc_url, model, values, request_id=f"cancelled {model}") as (answer, _):
+            answer.arrived.get(timeout=60)
+            stream_whole(server.grpc_url, "llm", {"cancel_request_id": f"cancelled {model}"})
+            assert answer.ended.wait(60)
+            num_responses = len(answer.responses)
+            time.sleep(0.3)  # for what must not come
+        assert (len(answer.responses), answer.num_final) == (num_responses, 1)
+        [message] = answer.errors
+        assert message.endswith("the request was cancelled")

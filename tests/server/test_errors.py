@@ -15,6 +15,7 @@ from minicpmo_client import Client, InvalidRequest, MiniCPMOClientError
 from minicpmo_triton.launcher import TritonServer
 
 from .conftest import MAX_MODEL_LEN
+from .raw import grpc_inputs
 
 HELLO = [{"role": "user", "content": "Hello! Who are you?"}]
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -140,7 +141,8 @@ def test_llm_refuses_wrong_embeddings_before_the_engine_sees_them(
 
 
 def test_every_request_ends_in_exactly_one_final_response(server: TritonServer) -> None:
-    outcome = stream_raw(server.grpc_url, "llm", llm_inputs())
+    inputs = [*llm_inputs(), *grpc_inputs({"sampling_parameters": json.dumps(GREEDY)})]
+    outcome = stream_raw(server.grpc_url, "llm", inputs)
     assert outcome.errors == []
     assert outcome.num_final == 1
 

@@ -235,6 +235,9 @@ class Engine:
     def _end(self, handle: Handle, on_done: OnDone, outcome: MiniCPMOError | None) -> None:
         with self._lock:
             self._handles.pop(handle.request_id, None)
+        # The task of a request that was cancelled holds its frames, which hold the handle: without this its
+        # embeddings would stay until the garbage collector comes round.
+        handle._task = None
         try:
             on_done(outcome)
         except Exception:

@@ -184,15 +184,19 @@ class InFlight:
                 streams = list(self._streams)
             if len(streams) != told:  # here, since telling is a call to the server that may have to wait
                 told = len(streams)
-                self._on_count(told)
+                self._try(self._on_count, told)
             for stream in streams:
                 if poll % stream.polls_per_question == 0:
-                    self._ask(stream)
+                    self._try(self._ask, stream)
 
     @staticmethod
     def _ask(stream: Stream) -> None:
+        if stream.is_given_up():
+            stream.cancel()
+
+    @staticmethod
+    def _try(question: Callable[..., object], *arguments: object) -> None:
         try:
-            if stream.is_given_up():
-                stream.cancel()
-        except Exception as error:  # it ended meanwhile
+            question(*arguments)
+        except Exception as error:  # one that ended meanwhile must not end the watch over the others
             tensors.as_reply_error(error)
