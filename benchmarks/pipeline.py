@@ -93,7 +93,12 @@ class Measurement:
         result = {}
         for concurrency in self._plan.concurrencies:
             per_stream = self._plan.requests if concurrency == 1 else self._plan.rounds
-            result[str(concurrency)] = figures(self.load(kind, concurrency, per_stream))
+            result[str(concurrency)] = of = figures(self.load(kind, concurrency, per_stream))
+            say(  # so that a run that is cut off has told what it found
+                f"  {concurrency} clients: first token {of['first_token_ms']:.1f} ms (p90 "
+                f"{of['first_token_p90_ms']:.1f}), inter-token {of['inter_token_ms']:.2f} ms, "
+                f"{of['requests_per_s']:.1f} requests/s"
+            )
         return result
 
 
@@ -155,12 +160,6 @@ def measure_running(
         measurement.warm_up(kind)
         graphs_before, statistics = graph_counters(metrics_url), read_statistics(triton)
         loads = measurement.measure(kind)
-        for concurrency, figure in loads.items():  # what a run that is cut off has found so far
-            say(
-                f"  {concurrency} clients: first token {figure['first_token_ms']:.1f} ms (p90 "
-                f"{figure['first_token_p90_ms']:.1f}), inter-token {figure['inter_token_ms']:.2f} ms, "
-                f"{figure['requests_per_s']:.1f} requests/s"
-            )
         kinds[kind] = {
             "clients": loads,
             "triton": between(statistics, read_statistics(triton)),
@@ -252,6 +251,8 @@ def run(settings: argparse.Namespace, plan: Plan, checkpoint: Path) -> dict[str,
     if not settings.no_server:
         modes = {"on": (True,), "off": (False,), "both": (True, False)}[settings.graphs]
         results |= measure_server(checkpoint, settings, plan, modes)
+        if not settings.no_single_process:
+            show(results, plan.kinds)  # already now: the rest takes minutes
     if not settings.no_single_process:
         results["single process"] = measure_single_process(checkpoint, settings, plan)
     return results
