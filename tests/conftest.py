@@ -16,9 +16,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let Ctrl-C reach the programs under test: a shell's background jobs, and their children, ignore it."""
+    """Let signals reach the programs under test: those of a shell's background and of nohup ignore some."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
