@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 from minicpmo_triton.triton.microbatch import MicroBatcher
 
 
-def test_jobs_that_gather_during_a_batch_form_the_next_one() -> None:
+def gathered(first: int, others: Sequence[int], **limits: Any) -> list[list[int]]:
+    """The batches of jobs of which ``others`` come while the batch of ``first`` runs."""
     batches: list[list[int]] = []
     started, go = threading.Event(), threading.Event()
 
@@ -16,32 +19,22 @@ def test_jobs_that_gather_during_a_batch_form_the_next_one() -> None:
         started.set()
         assert go.wait(10)
 
-    batcher = MicroBatcher("test", handle, max_batch=4)
-    batcher.submit(0)
+    batcher = MicroBatcher("test", handle, **limits)
+    batcher.submit(first)
     assert started.wait(10)
-    for job in range(1, 7):
+    for job in others:
         batcher.submit(job)
     go.set()
     batcher.close()
-    assert batches == [[0], [1, 2, 3, 4], [5, 6]]
+    return batches
+
+
+def test_jobs_that_gather_during_a_batch_form_the_next_one() -> None:
+    assert gathered(0, range(1, 7), max_batch=4) == [[0], [1, 2, 3, 4], [5, 6]]
 
 
 def test_jobs_are_taken_until_they_weigh_enough() -> None:
-    batches: list[list[int]] = []
-    started, go = threading.Event(), threading.Event()
-
-    def handle(jobs: list[int]) -> None:
-        batches.append(jobs)
-        started.set()
-        assert go.wait(10)
-
-    batcher = MicroBatcher("test", handle, max_batch=16, weigh=lambda job: job)
-    batcher.submit(1)
-    assert started.wait(10)
-    for job in (10, 10, 10, 40, 1, 15, 1):
-        batcher.submit(job)
-    go.set()
-    batcher.close()
+    batches = gathered(1, (10, 10, 10, 40, 1, 15, 1), max_batch=16, weigh=lambda job: job)
     assert batches == [[1], [10, 10], [10, 40], [1, 15], [1]]
 
 
