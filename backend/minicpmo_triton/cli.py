@@ -117,7 +117,14 @@ def _serve(arguments: argparse.Namespace) -> int:
     server = TritonServer(options, on_line=sys.stderr.write, on_event=_say)
     with server:
         _say(f"ready: gRPC {server.grpc_url}, HTTP {server.http_url}, metrics {server.metrics_url}")
-        return server.wait()
+        code = server.wait()
+        _say(f"tritonserver has ended by {_how_ended(code)}; cleaning up")
+        return code if code >= 0 else 128 - code
+
+
+def _how_ended(code: int) -> str:
+    """In words; a negative ``code`` is the number of a signal, as subprocess has it."""
+    return f"itself, with code {code}" if code >= 0 else f"signal {-code} ({signal.Signals(-code).name})"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -92,6 +92,8 @@ class ModelParameters:
 class PreprocessParameters(ModelParameters):
     """Limits that ``preprocess`` holds before it allocates anything, and its threads."""
 
+    #: Characters of all text of one request, before it becomes tokens.
+    max_text_characters: int = at_least(1, 1_000_000)
     #: Pixels of one decoded image.
     max_image_pixels: int = at_least(1, 100_000_000)
     #: Bytes of one media item after base64.

@@ -42,6 +42,7 @@ from minicpmo_triton.request import (
     MediaParameters,
     RawRequest,
     SoundPart,
+    TextPart,
     VideoPart,
     parse_request,
 )
@@ -183,6 +184,7 @@ class Preprocessor:
         for name, elements in (("image", raw.images), ("audio", raw.audios), ("video", raw.videos)):
             self._check_count(name, len(elements))
         request = parse_request(raw)
+        self._check_text("messages" if raw.text_input is None else "text_input", request)
         self._check_count("messages", max(len(request.images), len(request.audios), len(request.videos)))
         _check_frames(len(request.videos), request.parameters.max_frames)
         return _Pending(
@@ -193,6 +195,12 @@ class Preprocessor:
                 if isinstance(part, ImagePart | AudioPart | VideoPart)
             ],
         )
+
+    def _check_text(self, field: str, request: ChatRequest) -> None:
+        limit = self._parameters.max_text_characters
+        length = sum(len(part.text) for part in request.parts if isinstance(part, TextPart))
+        if length > limit:
+            raise InvalidArgument(field, f"has {length} characters of text; at most {limit} are allowed")
 
     def _check_count(self, field: str, num_items: int) -> None:
         limit = self._parameters.max_media_items

@@ -63,7 +63,11 @@ _BY_TEXT: tuple[tuple[re.Pattern[str], type[MiniCPMOClientError]], ...] = (
     (re.compile(r"unknown model: .* has no available versions"), ServerUnavailable),
     (re.compile(r"(?:request|generation) (?:was|is|has been) cancelled", re.IGNORECASE), RequestCancelled),
     (
-        re.compile(r"engine has stopped|restart the server|start the server again|try again later"),
+        re.compile(
+            r"engine has stopped|restart the server|start the server again|try again later"
+            r"|server is stopping",
+            re.IGNORECASE,
+        ),
         ServerUnavailable,
     ),
     (

@@ -235,6 +235,14 @@ def test_cancel_of_an_empty_id_is_refused(server: TritonServer) -> None:
     assert "cancel_request_id" in message
 
 
+def test_cancel_beside_a_prompt_is_refused(server: TritonServer) -> None:
+    values = {"text_input": "Hi", "cancel_request_id": "chat-7", "sampling_parameters": GREEDY}
+    answer = stream_whole(server.grpc_url, "llm", values)
+    [message] = answer.errors
+    assert "cancel_request_id: comes alone" in message
+    assert answer.responses == []
+
+
 def test_ill_typed_sampling_parameters_are_named(server: TritonServer) -> None:
     """What is no number is refused by name."""
     for key, value in (("temperature", "warm"), ("max_tokens", "four"), ("top_k", 1.5)):

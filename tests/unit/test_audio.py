@@ -166,3 +166,8 @@ def test_the_tokens_of_chunks_are_those_of_the_whole_recording() -> None:
         counts = [num_audio_tokens(chunk) for chunk in chunks]
         assert sum(max(count, 0) for count in counts) == num_audio_tokens(frames)
         assert counts[-1] >= 0
+
+
+def test_sound_of_a_power_beyond_float32_is_refused_by_name() -> None:
+    with pytest.raises(InvalidArgument, match=r"^audio\[0\]: is so loud"):
+        log_mel_chunks("audio[0]", np.full(16_000, 1e25, np.float32))

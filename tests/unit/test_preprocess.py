@@ -343,6 +343,14 @@ def test_the_unforeseen_is_logged_and_not_told(
 @pytest.mark.parametrize(
     ("limit", "raw_of", "field"),
     [
+        ({"max_text_characters": 4}, lambda i, a: RawRequest(text_input=b"Hello"), "text_input"),
+        (
+            {"max_text_characters": 4},
+            lambda i, a: RawRequest(
+                messages=b'[{"role": "system", "content": "Hi!"}, {"role": "user", "content": "So"}]'
+            ),
+            "messages",
+        ),
         ({"max_media_items": 1}, lambda i, a: RawRequest(text_input=b"x", images=(i, i)), "image"),
         ({"max_media_items": 1}, lambda i, a: RawRequest(text_input=b"x", audios=(a, a)), "audio"),
         ({"max_media_items": 1}, lambda i, a: RawRequest(text_input=b"x", videos=(i, i)), "video"),

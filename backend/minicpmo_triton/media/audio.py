@@ -176,7 +176,10 @@ def log_mel_chunks(
     if not chunks:
         raise InvalidArgument(field, f"lasts {len(samples) / SAMPLE_RATE:.3f} s, too short for one token")
     lengths = np.array([num_mel_frames(len(chunk)) for chunk in chunks], np.int32)
-    return np.concatenate([log_mel(chunk, pool) for chunk in chunks]), lengths
+    mel = np.concatenate([log_mel(chunk, pool) for chunk in chunks])
+    if not np.isfinite(mel).all():
+        raise InvalidArgument(field, "is so loud that its power is no finite number")
+    return mel, lengths
 
 
 def log_mel(samples: NDArray[np.float32], pool: Executor | None = None) -> NDArray[np.float32]:

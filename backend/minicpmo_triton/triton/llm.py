@@ -41,6 +41,10 @@ MAX_MERGED_ITERATIONS = 256
 PUBLISH_INTERVAL_S = 0.1
 
 
+#: The inputs that ask for an answer.
+_PROMPTS = (schema.TEXT_INPUT, schema.MESSAGES, schema.INPUT_IDS)
+
+
 @dataclass(frozen=True)
 class _AnswerForm:
     """How a request wants its answer."""
@@ -198,6 +202,8 @@ class LLMModel:
         if cancelled_id is not None:
             if not cancelled_id:  # the id of every request that was sent without one
                 raise InvalidArgument(schema.CANCEL_REQUEST_ID.name, "is empty")
+            if any(tensors.read_array(request, spec) is not None for spec in _PROMPTS):
+                raise InvalidArgument(schema.CANCEL_REQUEST_ID.name, "comes alone, without a prompt")
             self._in_flight.cancel(cancelled_id.decode(errors="replace"))
             stream.finish()
             return
