@@ -166,6 +166,7 @@ class TritonServer:
         env["MINICPMO_CHECKPOINT"] = self.options.checkpoint
         env["MINICPMO_DTYPE"] = self.options.dtype
         env.setdefault("VLLM_RPC_BASE_PATH", str(self._scratch))  # its sockets go with our folder
+        env["MINICPMO_SCRATCH"] = str(self._scratch)  # and so does the engine's view of the checkpoint
         self._process = subprocess.Popen(
             self._command(home, repository),
             env=env,

@@ -7,6 +7,7 @@ to the shards that hold ``llm.`` tensors; no weight is copied and nothing of it 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,6 +22,9 @@ from minicpmo_triton.llm.thinking import END_TAG, START_TAG
 PREFIX = "llm."
 #: Parts of the checkpoint that other models read, or none (the talker).
 OTHER_PREFIXES = ("vpm.", "resampler.", "apm.", "audio_projection_layer.", "tts.")
+
+#: A folder for temporary files that somebody else removes; the launcher sets it.
+SCRATCH_ENV = "MINICPMO_SCRATCH"
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -75,7 +79,8 @@ def open_view(checkpoint: Path, with_weights: bool = True) -> tempfile.Temporary
     shards = _language_model_shards(checkpoint, config) if with_weights else {}
     if not (checkpoint / "tokenizer.json").is_file():
         raise CheckpointError(f"{checkpoint} has no tokenizer.json")
-    view = tempfile.TemporaryDirectory(prefix="minicpmo-llm-")
+    # In the launcher's own folder where there is one: that goes also when this process is killed.
+    view = tempfile.TemporaryDirectory(prefix="minicpmo-llm-", dir=os.environ.get(SCRATCH_ENV))
     folder = Path(view.name)
     try:
         _write_json(folder / "config.json", config)
