@@ -94,9 +94,12 @@ def _checked(response: Any) -> Any:
     for name, kind in _ERRORS.items():
         if error.code() == getattr(pb_utils.TritonError, name):
             raise kind(message)
-    # Triton 2.51 hands every error of another model over as INTERNAL.
+    # Triton 2.51 hands every error of another model over as INTERNAL. A refusal begins with the field at
+    # fault and may quote its client after that, so it is looked for first.
+    field = _FIELD.match(message)
+    if field and field[1] in _FIELDS:
+        raise RefusedRequest(message)
     for pattern, kind in _BY_TEXT:
         if pattern.search(message):
             raise kind(message)
-    field = _FIELD.match(message)
-    raise RefusedRequest(message) if field and field[1] in _FIELDS else MiniCPMOError(message)
+    raise MiniCPMOError(message)
