@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import queue
 import random
 import socket
 import statistics
@@ -88,8 +89,11 @@ def give_up(server: TritonServer, request: GivenUp, picture: bytes) -> None:
     model, _, _ = request.way.partition(",")
     with streaming(server.grpc_url, model, values, request_id=name) as (answer, client):
         if request.moment != MOMENTS[0]:
-            for _ in range(request.num_increments):
-                answer.arrived.get(timeout=LIMIT_S)
+            for number in range(request.num_increments):
+                try:
+                    answer.arrived.get(timeout=LIMIT_S)
+                except queue.Empty:
+                    pytest.fail(f"{number} increments in {LIMIT_S:.0f} s for {request}")
                 assert answer.errors == []
         time.sleep(request.delay_s)
         if model == "llm":

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from minicpmo_triton.errors import Cancelled, MiniCPMOError, Unavailable
 from minicpmo_triton.llm import process
+from minicpmo_triton.llm.cpu import cpu_args, is_cpu
 from minicpmo_triton.llm.engine_args import merge_engine_args, read_engine_args
 from minicpmo_triton.llm.generation import Generation, Prompt, build_prompt, engine_input, validate
 from minicpmo_triton.llm.increment import Increment, to_increment
@@ -115,6 +116,7 @@ class Engine:
         args = merge_engine_args(engine_args, env)
         args |= lora_engine_args(args, lora_adapters)
         args |= step_graph_args(args, major_capability())
+        args |= cpu_args(args, is_cpu())
         view = open_view(checkpoint_dir, with_weights=args.get("load_format") != "dummy")
         args |= {"model": view.name, "tokenizer": view.name, "dtype": dtype, "enable_prompt_embeds": True}
         try:

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 
+from minicpmo_triton.llm.cpu import num_threads
+
 FAILURE_LOG_ENV = "MINICPMO_ENGINE_FAILURE_LOG"
 PLUGIN_NAME = "minicpmo_triton"
 #: Of the engine's processes where there is no GPU; without it a request waited seconds on two cores.
@@ -55,10 +57,10 @@ def engine_environment(failure_log: Path) -> Iterator[None]:
     import torch
 
     ours = {FAILURE_LOG_ENV: str(failure_log)}
-    if torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ:
         # Work on a GPU leaves the host copies of megabytes at most. Sixteen threads that meet for one of
         # them, beside the server's own, cost more than they save (docs/benchmarks.md).
-        ours["OMP_NUM_THREADS"] = "1"
+        ours["OMP_NUM_THREADS"] = "1" if torch.cuda.is_available() else str(num_threads())
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:
@@ -102,7 +104,8 @@ def _make_room_on_a_cpu() -> None:
 
     if not torch.cuda.is_available():
         with contextlib.suppress(OSError):
-            os.nice(_NICENESS_ON_A_CPU)
+            niceness = os.getpriority(os.PRIO_PROCESS, 0)  # a worker has inherited the engine core's
+            os.setpriority(os.PRIO_PROCESS, 0, max(niceness, _NICENESS_ON_A_CPU))
 
 
 def one_line(error: BaseException) -> str:
