@@ -303,6 +303,7 @@ def write_tiny_checkpoint(out: Path) -> None:
     shapes = _llm_shapes() | _vision_shapes() | _resampler_shapes() | _audio_shapes()
     tensors = {name: _tensor(name, shape) for name, shape in shapes.items()}
     save_file(tensors, str(out / "model.safetensors"), metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)  # safetensors gives it to its owner alone
     _write_json(out / "config.json", _config())
     _write_json(out / "preprocessor_config.json", _preprocessor_config())
     _write_json(out / "generation_config.json", GENERATION_CONFIG)

@@ -159,7 +159,9 @@ def _file_bytes(value: object, field: str, fetch: Fetch | None) -> bytes | None:
         content = bytes(value)
     elif isinstance(value, str) and is_url(value):
         if fetch is None:
-            raise InvalidRequest(f"{field}: is a URL; a client fetches them only with fetch_urls=True")
+            raise InvalidRequest(
+                f"{field}: is a URL; a client fetches them only with fetch_urls=True (minicpmo: --fetch-urls)"
+            )
         content = fetch(value, field)
     elif isinstance(value, str) and value.startswith("data:"):
         content = value.encode()

@@ -179,6 +179,7 @@ def test_structured_outputs(ask: Ask, constraint: dict[str, Any], accepts: Any, 
         {"regex": "(?=a)b"},
         {"json": {"type": "nonsense"}},
         {"json": {"$ref": "#/nowhere"}},
+        {"json": {"$ref": "#"}},  # this one by the engine, when it compiles it
         {"json": {"type": "string", "pattern": "("}},
         {"json": "{"},
         {"grammar": "garbage ::="},

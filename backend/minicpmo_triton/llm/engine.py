@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from minicpmo_triton.errors import Cancelled, MiniCPMOError, Unavailable
+from minicpmo_triton.errors import Cancelled, InvalidArgument, MiniCPMOError, Unavailable
 from minicpmo_triton.llm import process
 from minicpmo_triton.llm.cpu import cpu_args, is_cpu
 from minicpmo_triton.llm.engine_args import merge_engine_args, read_engine_args
@@ -231,7 +231,7 @@ class Engine:
             async for output in outputs:
                 increment = to_increment(output, len(prompt.token_ids))
                 if "error" in increment.finish_reasons:
-                    raise MiniCPMOError("the engine failed on this request; it may be sent again")
+                    raise _failed_in_engine(params)
                 _deliver(on_output, increment)
 
     def _end(self, handle: Handle, on_done: OnDone, outcome: MiniCPMOError | None) -> None:
@@ -282,6 +282,16 @@ def _with_output_kind(sampling: SamplingParams, stream: bool) -> SamplingParams:
     params = sampling.clone()
     params.output_kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
     return params
+
+
+def _failed_in_engine(params: SamplingParams) -> MiniCPMOError:
+    """What ended a request in vLLM's scheduler. A constraint is compiled there, after the checks."""
+    if params.structured_outputs is not None:
+        return InvalidArgument(
+            "sampling_parameters.structured_outputs",
+            "the engine cannot compile this constraint, or follow it",
+        )
+    return MiniCPMOError("the engine failed on this request; it may be sent again")
 
 
 def _deliver(on_output: OnOutput, increment: Increment) -> None:
