@@ -155,6 +155,25 @@ def test_generate_and_generate_stream(
     assert "image[0]" in json.loads(refused.read())["error"]
 
 
+def test_a_large_body_that_calls_itself_a_form(server: TritonServer, picture: bytes, expected: str) -> None:
+    """As curl sends one unless told otherwise. Triton takes it apart on the stack of a thread."""
+    body = {
+        "text_input": QUESTION,
+        "image": [base64.b64encode(picture).decode()],
+        "sampling_parameters": GREEDY,
+    }
+    connection = http.client.HTTPConnection(server.http_url, timeout=60)
+    connection.request(
+        "POST",
+        "/v2/models/minicpmo/generate",
+        json.dumps(body) + " " * (48 << 20),  # white space is JSON too
+        {"Content-Type": "application/x-www-form-urlencoded"},
+    )
+    response = connection.getresponse()
+    assert response.status == 200
+    assert json.loads(response.read())["text_output"] == expected
+
+
 def token_times(answer: Answer, number: int) -> None:
     for _ in range(number):
         answer.arrived.get(timeout=60)

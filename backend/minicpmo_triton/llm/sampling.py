@@ -263,6 +263,8 @@ def _convert(values: dict[str, Any]) -> None:
     if bias := values.get("logit_bias"):
         # Clamped as OpenAI's API and vLLM's server do.
         values["logit_bias"] = {int(token): min(100.0, max(-100.0, float(x))) for token, x in bias.items()}
+    if constraint := values.get(structured.NAME):
+        structured.schema_to_text(constraint)
     for key, cls in (
         ("structured_outputs", StructuredOutputsParams),
         ("repetition_detection", RepetitionDetectionParams),

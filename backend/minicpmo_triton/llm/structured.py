@@ -57,6 +57,12 @@ def rename_old(given: dict[str, Any], field: str) -> None:
     given[NAME] = value
 
 
+def schema_to_text(value: dict[str, Any]) -> None:
+    """Make a constraint's JSON schema text, in place: a deep object does not survive vLLM's copying."""
+    if isinstance(value.get("json"), dict):
+        value["json"] = json.dumps(value["json"])
+
+
 def as_object(value: Any, field: str) -> dict[str, Any]:
     """A JSON object, given as itself or as its text (as Triton's vLLM backend takes it)."""
     if isinstance(value, str):
