@@ -7,7 +7,8 @@ import http.client
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -283,3 +284,35 @@ def test_encoders_answer_infer_for_their_embeddings(server: TritonServer) -> Non
         assert client.infer("vision_encoder", http_inputs(values)).as_numpy("image_embeds").shape == (64, 128)
         values = {"mel": np.zeros((100, 80), np.float32), "mel_lengths": np.array([100], np.int32)}
         assert client.infer("audio_encoder", http_inputs(values)).as_numpy("audio_embeds").shape == (10, 128)
+
+
+def test_a_small_request_does_not_wait_for_a_large_one(
+    server: TritonServer, report_line: Callable[[str], None]
+) -> None:
+    """A video's worth of slices takes the encoder seconds; a picture beside it passes between its batches."""
+    patches = np.random.default_rng(0).integers(0, 256, (128, 1024, 588), np.uint8)
+
+    def embeds(slices: np.ndarray) -> np.ndarray:
+        sizes = np.full((len(slices), 2), 32, np.int32)
+        inputs = grpc_inputs({"patches": slices.reshape(-1, 588), "grid_sizes": sizes})
+        with triton_grpc.InferenceServerClient(server.grpc_url) as client:
+            rows: np.ndarray = client.infer("vision_encoder", inputs).as_numpy("image_embeds")
+            return rows
+
+    alone = embeds(patches[:1])
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(embeds, patches)
+        began, waits = time.monotonic(), []
+        while not large.done():
+            started = time.monotonic()
+            np.testing.assert_array_equal(embeds(patches[:1]), alone)
+            waits.append(time.monotonic() - started)
+        rows = large.result()
+    seconds = time.monotonic() - began
+    report_line(
+        f"beside a request of 128 slices, {seconds:.1f} s, {len(waits)} of one slice each waited"
+        f" {max(waits):.2f} s at most"
+    )
+    assert max(waits) < seconds / 2
+    np.testing.assert_allclose(rows[:64], alone, atol=1e-4)
+    np.testing.assert_allclose(rows[-64:], embeds(patches[-1:]), atol=1e-4)

@@ -24,7 +24,7 @@ from minicpmo_triton.encoders.vision import (
     resampler_positions,
     tower_positions,
 )
-from minicpmo_triton.errors import CheckpointError
+from minicpmo_triton.errors import CheckpointError, InvalidArgument
 from minicpmo_triton.media.image import decode_image, slice_image
 
 GOLDENS = (
@@ -148,6 +148,21 @@ def test_tower_positions_are_buckets_of_fractional_coordinates(grid: tuple[int, 
 
 def test_resampler_positions_are_column_and_row() -> None:
     assert resampler_positions((2, 3)).tolist() == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1], [2, 1]]
+
+
+def test_other_requests_pass_between_batches(encoder: VisionEncoder) -> None:
+    random = np.random.default_rng(1)
+    large = VisionItem(random.integers(0, 256, (20 * 4, 588), np.uint8), np.full((20, 2), 2, np.int32))
+    small = VisionItem(random.integers(0, 256, (6, 588), np.uint8), np.array([[2, 3]], np.int32))
+    (alone,) = encoder.encode([small])
+    (expected,) = encoder.encode([large])
+    passed: list[torch.Tensor | InvalidArgument] = []
+    (rows,) = encoder.encode([large], between=lambda: passed.extend(encoder.encode([small])))
+    assert isinstance(rows, torch.Tensor)
+    assert isinstance(alone, torch.Tensor)
+    assert len(passed) == 1  # 20 slices are batches of 16 and 4
+    assert torch.equal(rows, expected)
+    assert torch.equal(passed[0], alone)
 
 
 def test_a_grid_longer_than_the_tower_table_is_encoded(encoder: VisionEncoder) -> None:

@@ -125,8 +125,12 @@ class _Encoder(ABC, Generic[Item]):
         self._empty = torch.empty((0, hidden_size), dtype=self.dtype, device=self.device)
         self._call = wrap(lambda inputs: module(**inputs))
 
-    def encode(self, items: Sequence[Item]) -> list[Tensor | InvalidArgument]:
+    def encode(
+        self, items: Sequence[Item], between: Callable[[], object] | None = None
+    ) -> list[Tensor | InvalidArgument]:
         """Embedding rows [N, hidden_size] of each request, or what is wrong with it.
+
+        ``between`` is called between two batches; it may encode other requests.
 
         The rows are contiguous, in the weights' type and on their device; they may share memory with
         those of other requests, and work on them may still be under way on the current stream.
@@ -145,7 +149,11 @@ class _Encoder(ABC, Generic[Item]):
                     counts[request] = len(own)
                     pieces += own
             batches = plan_batches([len(piece.rows) for piece in pieces])
-            outputs = [self._call(self._inputs([pieces[index] for index in batch])) for batch in batches]
+            outputs: list[Tensor] = []
+            for batch in batches:
+                if outputs and between is not None:
+                    between()
+                outputs.append(self._call(self._inputs([pieces[index] for index in batch])))
             for request, rows in zip(counts, join_rows(batches, outputs, list(counts.values())), strict=True):
                 results[request] = rows
             return results

@@ -77,7 +77,9 @@ class _EncoderModel:
         # Each figure is a call to the server; the thread that feeds the device does not wait for them.
         self._reports: MicroBatcher[_Report] = MicroBatcher("metrics", self._publish, MAX_MERGED_PASSES)
         self._publish([self._report()])
-        # One captured batch of the largest size at a time: its requests are answered before the next runs.
+        # One captured batch of the largest size at a time: its requests are answered before the next runs. A
+        # request of more than that, a video or an hour of sound, takes turns with the others.
+        self._step: torch.cuda.Event | None = None  # the end of such a request's last batch
         self._batcher: MicroBatcher[_Job] = MicroBatcher(
             self.model.name, self._encode, MAX_BATCH, weigh=lambda job: job.num_pieces
         )
@@ -140,7 +142,8 @@ class _EncoderModel:
     def _encode_to_host(self, jobs: list[_Job]) -> list[torch.Tensor | MiniCPMOError]:
         """Every request's rows on the host: copies side by side, and one wait for all of them."""
         embeds: list[torch.Tensor | MiniCPMOError] = []
-        for rows in self._encoder.encode([job.item for job in jobs]):
+        between = self._let_others_pass if jobs[0].num_pieces > MAX_BATCH else None
+        for rows in self._encoder.encode([job.item for job in jobs], between):
             if isinstance(rows, InvalidArgument):
                 embeds.append(rows)
             elif self._device.type == "cpu":
@@ -151,6 +154,18 @@ class _EncoderModel:
         if self._device.type != "cpu":
             torch.cuda.current_stream(self._device).synchronize()
         return embeds
+
+    def _let_others_pass(self) -> None:
+        """Between two batches of a large request: encode small ones that have come meanwhile."""
+        if self._device.type == "cuda":
+            # The host is far ahead of the device: what it starts now would wait for all it has started. One
+            # batch stays under way, so that the device never waits for the next.
+            step = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            step.record(torch.cuda.current_stream(self._device))
+            previous, self._step = self._step, step
+            if previous is not None:
+                previous.synchronize()
+        self._batcher.let_light_jobs_pass()
 
     def _explain(self, error: BaseException) -> MiniCPMOError:
         if self._adapter.failed is error:
