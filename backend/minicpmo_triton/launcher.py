@@ -107,7 +107,7 @@ def _large_stacks() -> Iterator[None]:
     """While it lasts, programs start with threads of ``STACK_BYTES``, where the hard limit allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     wanted = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    if soft == resource.RLIM_INFINITY or soft < wanted:  # without a limit, threads get 2 MB
         resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
     try:
         yield
