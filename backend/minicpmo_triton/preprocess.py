@@ -28,7 +28,7 @@ from minicpmo_triton.media.audio import (
     num_mel_frames,
 )
 from minicpmo_triton.media.container import VideoLimits
-from minicpmo_triton.media.image import ImagePatches, decode_image, slice_image
+from minicpmo_triton.media.image import ImagePatches, compile_kernels, decode_image, slice_image
 from minicpmo_triton.media.source import media_bytes
 from minicpmo_triton.media.video import Sampling, decode_video, interleave
 from minicpmo_triton.media.video_sound import decode_sound
@@ -147,6 +147,7 @@ class Preprocessor:
         self._pool = ThreadPoolExecutor(num_threads, "preprocess", initializer=single)
         # A task of the first pool may wait for one of these, which wait for none: no deadlock.
         self._piece_pool = ThreadPoolExecutor(num_threads, "piece", initializer=single)
+        compile_kernels()
 
     def close(self) -> None:
         """Stop the threads; media not yet begun are given up."""

@@ -113,16 +113,16 @@ def test_a_pool_changes_no_bit(size: tuple[int, int]) -> None:
     width=st.integers(1, 900),
     height=st.integers(1, 900),
     max_slices=st.integers(1, 9),
-    band_pixels=st.sampled_from([1, 5_000, 40_000, 1 << 19]),
+    task_pixels=st.sampled_from([1, 5_000, 40_000, 1 << 19]),
     seed=st.integers(0, 3),
 )
-def test_bands_and_strips_are_whole_resizes_rows_first(
-    width: int, height: int, max_slices: int, band_pixels: int, seed: int
+def test_pieces_are_whole_resizes_of_pillow_rows_first(
+    width: int, height: int, max_slices: int, task_pixels: int, seed: int
 ) -> None:
     noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     image = Image.fromarray(noise)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image_module, "_BAND_PIXELS", band_pixels)
+        patch.setattr(image_module, "_TASK_PIXELS", task_pixels)
         result = slice_image(image, max_slices, scale_resolution=112)
     plan = plan_slices(width, height, max_slices, 112)
     start = 0

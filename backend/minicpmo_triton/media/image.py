@@ -20,18 +20,14 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from minicpmo_triton.errors import InvalidArgument
+from minicpmo_triton.media.resize import ROWS_AT_ONCE, bicubic_taps, pixels_of, resize_columns, resize_rows
 from minicpmo_triton.schema import PATCH_SIZE, PATCH_VALUES
 
 #: Longer side over shorter side. Beyond it a slice one patch high would be thousands of patches wide.
 MAX_ASPECT_RATIO = 200
 
-# Tasks of a few milliseconds: smaller ones spend more on handing Python's lock around than they win.
-#: Pixels that one task of the first pass takes.
-_BAND_PIXELS = 1 << 19
-#: Patches across that one task of the second pass takes.
-_STRIP_PATCHES = 32
-#: A patch's pixels of one row and channel, moved as one: several times faster than byte by byte.
-_RUN = np.dtype((np.void, PATCH_SIZE))
+#: Pixels that one task takes: smaller tasks spend more on handing Python's lock around than they win.
+_TASK_PIXELS = 1 << 19
 
 # Pillow's own limit is process-wide and lower than ours, which is held per image before decoding.
 Image.MAX_IMAGE_PIXELS = None
@@ -198,84 +194,79 @@ def slice_image(
     not depend on it.
     """
     plan = plan_slices(image.width, image.height, max_slice_nums, scale_resolution)
-    layouts = [(plan.source, 1, 1)]
+    layouts = [_Layout(plan.source, 1, 1)]
     if plan.rows:
-        layouts.append((plan.refined, plan.rows, plan.columns))
-    grids = [_patch_grid(*layout) for layout in layouts for _ in range(layout[1] * layout[2])]
+        layouts.append(_Layout(plan.refined, plan.rows, plan.columns))
+    grids = [_patch_grid(layout) for layout in layouts for _ in range(layout.rows * layout.columns)]
     patches = np.empty((sum(math.prod(grid) for grid in grids), PATCH_VALUES), np.uint8)
+    narrowed = [np.empty((image.height, layout.size[0]), np.uint32) for layout in layouts]
     run = pool.map if pool else map
-    narrowed = [
-        image if size[0] == image.width else Image.new("RGB", (size[0], image.height))
-        for size, _, _ in layouts
-    ]
-    list(run(partial(_narrow, image, [whole for whole in narrowed if whole is not image]), _bands(image)))
+    band_height = _pieces_of(image.width, ROWS_AT_ONCE)
+    bands = [(top, min(top + band_height, image.height)) for top in range(0, image.height, band_height)]
+    list(run(partial(_narrow, image, narrowed), bands))
     strips: list[_Strip] = []
     start = 0
-    for whole, (size, rows, columns) in zip(narrowed, layouts, strict=True):
-        end = start + size[0] * size[1] // PATCH_SIZE**2
-        strips += _strips(patches[start:end], whole, size[1], rows, columns)
+    for layout, whole in zip(layouts, narrowed, strict=True):
+        end = start + math.prod(layout.size) // PATCH_SIZE**2
+        strips += _strips(layout, whole, patches[start:end])
         start = end
     list(run(_write, strips))
     return ImagePatches(patches, np.array(grids, np.int32), plan.rows, plan.columns)
 
 
-# Along rows first, rounded to uint8, then along columns: the order of every Pillow before 13, which takes
-# columns first for tall pictures, so that pixels do not depend on its version. Neither pass looks across
-# its own direction: bands of rows and then strips of columns have the bits of whole pictures.
+def compile_kernels() -> None:
+    """Compile what :func:`slice_image` runs, about 2 s once a process; otherwise the first picture waits."""
+    slice_image(Image.new("RGB", (640, 480)), 9)
 
 
-def _bands(image: Image.Image) -> list[tuple[int, int]]:
-    """First row, and row after the last, of bands of about ``_BAND_PIXELS``."""
-    height = max(_BAND_PIXELS // image.width, 1)
-    return [(top, min(top + height, image.height)) for top in range(0, image.height, height)]
+@dataclass(frozen=True)
+class _Layout:
+    """The size to resize to, width and height in pixels, and the slices it is cut into."""
 
-
-def _narrow(image: Image.Image, narrowed: list[Image.Image], band: tuple[int, int]) -> None:
-    """The first pass over the rows of ``band``, into the same rows of each of ``narrowed``."""
-    rows = image.crop((0, band[0], image.width, band[1]))
-    for whole in narrowed:
-        whole.paste(rows.resize((whole.width, rows.height), Image.Resampling.BICUBIC), (0, band[0]))
+    size: tuple[int, int]
+    rows: int
+    columns: int
 
 
 @dataclass(frozen=True)
 class _Strip:
-    """Part of one column of slices: ``out`` [rows, patch rows, n, 3, 14] of runs of 14 pixels in a row."""
+    """Some rows of patches of a layout: from the first, to before the second of ``patch_rows``."""
 
-    out: NDArray[np.void]
-    narrowed: Image.Image
-    left: int  # pixels
-    height: int  # of all rows of slices, pixels
+    layout: _Layout
+    narrowed: NDArray[np.uint32]  # [height of the picture, width of the layout]
+    patches: NDArray[np.uint8]  # [P, 588]: all of the layout's
+    patch_rows: tuple[int, int]
 
 
-def _strips(
-    patches: NDArray[np.uint8], narrowed: Image.Image, height: int, rows: int, columns: int
-) -> list[_Strip]:
-    """The second pass over a picture's columns, in strips of up to ``_STRIP_PATCHES``."""
-    num_columns = narrowed.width // columns // PATCH_SIZE  # of patches in a slice
-    runs = patches.view(_RUN).reshape(rows, columns, -1, num_columns, 3, PATCH_SIZE)
+def _pieces_of(width: int, unit: int) -> int:
+    """Rows of a picture that one task takes: about ``_TASK_PIXELS``, a multiple of ``unit``."""
+    return max(_TASK_PIXELS // width // unit, 1) * unit
+
+
+def _narrow(image: Image.Image, narrowed: list[NDArray[np.uint32]], band: tuple[int, int]) -> None:
+    """The first pass over the rows of ``band``, into the same rows of each of ``narrowed``."""
+    pixels = pixels_of(image.crop((0, band[0], image.width, band[1])))
+    for whole in narrowed:
+        resize_rows(pixels, bicubic_taps(image.width, whole.shape[1]), whole[band[0] : band[1]])
+
+
+def _strips(layout: _Layout, narrowed: NDArray[np.uint32], patches: NDArray[np.uint8]) -> list[_Strip]:
+    num_rows = layout.size[1] // PATCH_SIZE
+    step = _pieces_of(layout.size[0], PATCH_SIZE) // PATCH_SIZE
     return [
-        _Strip(
-            runs[:, column, :, first : first + _STRIP_PATCHES],
-            narrowed,
-            (column * num_columns + first) * PATCH_SIZE,
-            height,
-        )
-        for column in range(columns)
-        for first in range(0, num_columns, _STRIP_PATCHES)
+        _Strip(layout, narrowed, patches, (first, min(first + step, num_rows)))
+        for first in range(0, num_rows, step)
     ]
 
 
 def _write(strip: _Strip) -> None:
-    """Resize a strip to its height and put its pixels in place."""
-    rows, patch_rows, num_columns = strip.out.shape[:3]
-    right = strip.left + num_columns * PATCH_SIZE
-    pixels = strip.narrowed.crop((strip.left, 0, right, strip.narrowed.height))
-    pixels = pixels.resize((pixels.width, strip.height), Image.Resampling.BICUBIC)
-    lines = np.frombuffer(pixels.tobytes("raw", "RGB;L"), _RUN)  # a line's red, its green, its blue
-    runs = lines.reshape(rows, patch_rows, PATCH_SIZE, 3, num_columns)
-    strip.out[...] = runs.transpose(0, 1, 4, 3, 2)
+    """The second pass, for the patches of ``strip``."""
+    layout = strip.layout
+    taps = bicubic_taps(strip.narrowed.shape[0], layout.size[1])
+    resize_columns(strip.narrowed, taps, strip.patches, (layout.rows, layout.columns), strip.patch_rows)
 
 
-def _patch_grid(size: tuple[int, int], rows: int, columns: int) -> tuple[int, int]:
-    """Rows and columns of patches in each of ``rows`` x ``columns`` equal slices of ``size``."""
-    return size[1] // rows // PATCH_SIZE, size[0] // columns // PATCH_SIZE
+def _patch_grid(layout: _Layout) -> tuple[int, int]:
+    """Rows and columns of patches in each slice."""
+    width, height = layout.size
+    return height // layout.rows // PATCH_SIZE, width // layout.columns // PATCH_SIZE

@@ -10,6 +10,7 @@ from typing import Any
 from minicpmo_triton import schema
 from minicpmo_triton.checkpoint import resolve_checkpoint
 from minicpmo_triton.config import PreprocessParameters
+from minicpmo_triton.memory import keep_freed_memory
 from minicpmo_triton.preprocess import Preprocessor
 from minicpmo_triton.request import RawRequest
 from minicpmo_triton.triton import tensors
@@ -35,6 +36,7 @@ class Preprocess:
     """Answers every request from a worker thread, so that a large photograph delays nobody else."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
+        keep_freed_memory()
         parameters = PreprocessParameters.read(tensors.model_config(args).get("parameters", {}))
         self._preprocessor = Preprocessor(resolve_checkpoint(parameters.checkpoint), parameters)
         self._requests = ThreadPoolExecutor(CONCURRENT_REQUESTS, thread_name_prefix="request")
