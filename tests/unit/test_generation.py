@@ -48,7 +48,7 @@ def test_rows_go_to_their_positions_and_no_other_row_can_be_a_clients() -> None:
     assert prompt.embeds.dtype == torch.bfloat16
     assert prompt.embeds[[1, 2, 4], 0].tolist() == [5.0, 1.0, 9.0]
     others = prompt.embeds[[0, 3, 5]]
-    assert others[:, 0].isnan().all()  # which validate refuses in a client's row
+    assert others[:, 0].isnan().all()  # which build_prompt refuses in a client's row
     assert not others[:, 1:].any()  # never uninitialised: vLLM's prefix cache hashes them
 
 
@@ -79,8 +79,6 @@ def test_a_prompt_of_text_has_no_embeddings() -> None:
         ({"audio_embeds": torch.ones(1, HIDDEN + 1)}, "audio_embeds", "hidden size is 4"),
         ({"audio_embeds": torch.ones(HIDDEN)}, "audio_embeds", "two dimensions"),
         ({"audio_embeds": torch.ones(1, HIDDEN, dtype=torch.float64)}, "audio_embeds", "got float64"),
-        ({"audio_embeds": torch.full((1, HIDDEN), torch.nan)}, "audio_embeds", "NaN"),
-        ({"audio_embeds": torch.full((1, HIDDEN), -torch.inf)}, "audio_embeds", "infinity"),
     ],
 )
 def test_what_would_hurt_the_engine_is_refused(changes: dict[str, Any], field: str, problem: str) -> None:
@@ -90,8 +88,36 @@ def test_what_would_hurt_the_engine_is_refused(changes: dict[str, Any], field: s
     assert problem in caught.value.problem
 
 
-def test_large_finite_rows_are_no_infinity() -> None:
-    check(generation(audio_embeds=torch.full((1, HIDDEN), torch.finfo(torch.float32).max)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sent", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("at", [0, HIDDEN - 1])
+def test_a_row_that_is_not_finite_is_refused(
+    dtype: torch.dtype, sent: torch.dtype, value: float, at: int
+) -> None:
+    rows = torch.ones(2, HIDDEN, dtype=sent)
+    rows[1, at] = value
+    candidate = generation(image_embeds=rows)
+    check(candidate)
+    with pytest.raises(InvalidArgument, match="image_embeds: holds NaN or infinity"):
+        build_prompt(candidate, dtype)
+
+
+def test_large_finite_rows_are_no_infinity_unless_the_engines_type_makes_them_so() -> None:
+    largest = torch.finfo(torch.float32).max
+    candidate = generation(audio_embeds=torch.full((1, HIDDEN), -largest))
+    embeds = build_prompt(candidate, torch.float32).embeds
+    assert embeds is not None
+    assert embeds[4].tolist() == [-largest] * HIDDEN
+    with pytest.raises(InvalidArgument, match="audio_embeds: holds NaN or infinity"):
+        build_prompt(candidate, torch.bfloat16)  # rounds to infinity
+
+
+def test_rows_need_not_lie_side_by_side() -> None:
+    rows = torch.arange(4 * HIDDEN, dtype=torch.bfloat16).reshape(2, 2 * HIDDEN)[:, ::2]
+    embeds = build_prompt(generation(image_embeds=rows), torch.bfloat16).embeds
+    assert embeds is not None
+    torch.testing.assert_close(embeds[[2, 1]], rows)
 
 
 def test_a_prompt_needs_room_for_one_token_of_the_answer() -> None:

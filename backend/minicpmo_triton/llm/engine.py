@@ -22,7 +22,14 @@ from minicpmo_triton.errors import Cancelled, InvalidArgument, MiniCPMOError, Un
 from minicpmo_triton.llm import process
 from minicpmo_triton.llm.cpu import cpu_args, is_cpu
 from minicpmo_triton.llm.engine_args import merge_engine_args, read_engine_args
-from minicpmo_triton.llm.generation import Generation, Prompt, build_prompt, engine_input, validate
+from minicpmo_triton.llm.generation import (
+    Generation,
+    Prompt,
+    build_prompt,
+    compile_kernels,
+    engine_input,
+    validate,
+)
 from minicpmo_triton.llm.increment import Increment, to_increment
 from minicpmo_triton.llm.loop import RunningLLM, start_llm
 from minicpmo_triton.llm.lora import lora_engine_args, lora_requests, read_lora_adapters
@@ -91,6 +98,7 @@ class Engine:
         self._num_requests = 0
         self._closed = False
         _failure_log(view).unlink(missing_ok=True)  # what comes later is of the running engine
+        compile_kernels(self.facts.dtype)
 
     @classmethod
     def start(
