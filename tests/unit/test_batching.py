@@ -78,10 +78,10 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-def test_batches_are_the_binary_digits_after_the_full_ones() -> None:
+def test_batches_are_the_binary_digits_before_the_full_ones() -> None:
     assert power_of_two_batches(0) == []
-    assert power_of_two_batches(11) == [8, 2, 1]
-    assert power_of_two_batches(37) == [16, 16, 4, 1]
+    assert power_of_two_batches(11) == [1, 2, 8]
+    assert power_of_two_batches(37) == [1, 4, 16, 16]
 
 
 @given(st.integers(0, 500), st.sampled_from([1, 2, 4, 8, 16]))
@@ -89,7 +89,7 @@ def test_batches_sum_up_and_are_powers_of_two(count: int, max_batch: int) -> Non
     sizes = power_of_two_batches(count, max_batch)
     assert sum(sizes) == count
     assert all(size & (size - 1) == 0 and 0 < size <= max_batch for size in sizes)
-    assert sizes == sorted(sizes, reverse=True)
+    assert sizes == sorted(sizes)
 
 
 @given(st.lists(st.integers(1, 4), max_size=60))
@@ -132,7 +132,7 @@ def test_slices_of_several_requests_share_batches(vision: VisionEncoder, recorde
     ]
     together = [rows(result) for result in vision.encode(items)]
     patches = [call["patches"] for call in recorder.calls]
-    assert patches == [(4, 6, 588), (2, 6, 588), (1, 6, 588), (2, 16, 588)]
+    assert patches == [(1, 6, 588), (2, 6, 588), (4, 6, 588), (2, 16, 588)]
     assert [len(result) for result in together] == [3 * 64, 0, 5 * 64, 64]
     del items[1], together[1]  # the one without slices
     for item, result in zip(items, together, strict=True):

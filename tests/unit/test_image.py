@@ -18,6 +18,7 @@ from PIL import Image
 from minicpmo_triton.errors import InvalidArgument
 from minicpmo_triton.media import image as image_module
 from minicpmo_triton.media.image import decode_image, plan_slices, slice_image
+from minicpmo_triton.media.resize import pixels_of
 
 CASES = ("image_small_upscaled", "image_sliced", "image_wide_sliced", "image_gray", "two_images", "frames")
 GRADIENT = np.arange(8 * 12 * 3, dtype=np.uint8).reshape(8, 12, 3)
@@ -106,6 +107,23 @@ def test_a_pool_changes_no_bit(size: tuple[int, int]) -> None:
     alone = slice_image(image, 9)
     np.testing.assert_array_equal(shared.patches, alone.patches)
     np.testing.assert_array_equal(shared.grid_sizes, alone.grid_sizes)
+
+
+@pytest.mark.parametrize("arrow", [True, False])
+@pytest.mark.parametrize("size", [(300, 200), (2500, 1800)])  # of 16 MiB Pillow makes a new block of memory
+def test_pixels_are_the_pictures_wherever_pillow_keeps_them(
+    size: tuple[int, int], arrow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    image = Image.fromarray(noise)
+    if not arrow:  # a Pillow before 11.2
+        monkeypatch.delattr(Image.Image, "__arrow_c_array__", raising=False)
+    pixels = pixels_of(image, 20, 150)
+    del image
+    others = [Image.new("RGB", size) for _ in range(3)]  # would take the memory if it were free
+    assert pixels.shape == (130, size[0])
+    np.testing.assert_array_equal(pixels.view(np.uint8).reshape(130, size[0], 4)[..., :3], noise[20:150])
+    del others
 
 
 @settings(max_examples=60, deadline=None)

@@ -64,13 +64,15 @@ class Piece:
 
 
 def power_of_two_batches(count: int, max_batch: int = MAX_BATCH) -> list[int]:
-    """Sizes that sum to ``count``, largest first, each a power of two up to ``max_batch``: 11 -> 8, 2, 1.
+    """Sizes that sum to ``count``, smallest first, each a power of two up to ``max_batch``: 11 -> 1, 2, 8.
 
-    So few sizes occur that each can have its graph.
+    So few sizes occur that each can have its graph; and the device begins with the little that the host has
+    gathered soon, while it gathers the rest.
     """
-    sizes = [max_batch] * (count // max_batch)
     rest = count % max_batch
-    return sizes + [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
+    return [1 << bit for bit in range(rest.bit_length()) if rest >> bit & 1] + [max_batch] * (
+        count // max_batch
+    )
 
 
 def plan_batches(lengths: Sequence[int], max_batch: int = MAX_BATCH) -> list[list[int]]:

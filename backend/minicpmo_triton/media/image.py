@@ -27,7 +27,7 @@ from minicpmo_triton.schema import PATCH_SIZE, PATCH_VALUES
 MAX_ASPECT_RATIO = 200
 
 #: Pixels that one task takes: smaller tasks spend more on handing Python's lock around than they win.
-_TASK_PIXELS = 1 << 19
+_TASK_PIXELS = 1 << 18
 
 # Pillow's own limit is process-wide and lower than ours, which is held per image before decoding.
 Image.MAX_IMAGE_PIXELS = None
@@ -245,7 +245,7 @@ def _pieces_of(width: int, unit: int) -> int:
 
 def _narrow(image: Image.Image, narrowed: list[NDArray[np.uint32]], band: tuple[int, int]) -> None:
     """The first pass over the rows of ``band``, into the same rows of each of ``narrowed``."""
-    pixels = pixels_of(image.crop((0, band[0], image.width, band[1])))
+    pixels = pixels_of(image, *band)
     for whole in narrowed:
         resize_rows(pixels, bicubic_taps(image.width, whole.shape[1]), whole[band[0] : band[1]])
 

@@ -10,6 +10,7 @@ Arrays: H x W pixels in, h x w out, K taps.
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -66,9 +67,59 @@ def _cubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
 
 
-def pixels_of(image: Image.Image) -> NDArray[np.uint32]:
-    """An RGB picture as [H, W]: red, green, blue and padding are the bytes of one integer."""
-    return np.frombuffer(image.tobytes("raw", "RGBX"), np.uint32).reshape(image.height, image.width)
+def pixels_of(image: Image.Image, top: int, bottom: int) -> NDArray[np.uint32]:
+    """Rows of an RGB picture as [bottom - top, W]: red, green, blue and padding are the bytes of an integer.
+
+    A view of the picture where Pillow (11.2 or newer) has it in one piece, else of a copy.
+    """
+    whole = _view(image)
+    if whole is not None:
+        return whole[top:bottom]
+    band = image.crop((0, top, image.width, bottom))
+    view = _view(band)
+    if view is not None:
+        return view
+    return np.frombuffer(band.tobytes("raw", "RGBX"), np.uint32).reshape(band.height, band.width)
+
+
+class _ArrowArray(ctypes.Structure):
+    """An array of the Arrow C data interface."""
+
+    _fields_ = (
+        ("length", ctypes.c_int64),
+        ("null_count", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("n_buffers", ctypes.c_int64),
+        ("n_children", ctypes.c_int64),
+        ("buffers", ctypes.POINTER(ctypes.c_void_p)),
+        ("children", ctypes.POINTER(ctypes.c_void_p)),
+        ("dictionary", ctypes.c_void_p),
+        ("release", ctypes.c_void_p),
+        ("private_data", ctypes.c_void_p),
+    )
+
+
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+_capsule_pointer.restype = ctypes.c_void_p
+
+
+def _view(image: Image.Image) -> NDArray[np.uint32] | None:
+    """The memory of an RGB picture, which Pillow shows as an Arrow list of four bytes a pixel."""
+    export = getattr(image, "__arrow_c_array__", None)
+    if export is None:
+        return None
+    try:
+        _, capsule = export()
+    except ValueError:  # in several pieces, as pictures of more than 16 MiB are
+        return None
+    pixels = _ArrowArray.from_address(_capsule_pointer(capsule, b"arrow_array"))
+    values = _ArrowArray.from_address(pixels.children[0])
+    memory = (ctypes.c_uint32 * pixels.length).from_address(values.buffers[1])
+    memory.owner = capsule  # which keeps the picture's memory
+    view = np.frombuffer(memory, np.uint32).reshape(image.height, image.width)
+    view.setflags(write=False)
+    return view
 
 
 def resize_rows(pixels: NDArray[np.uint32], taps: Taps, narrowed: NDArray[np.uint32]) -> None:
