@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,6 +63,13 @@ def test_only_the_triton_layer_imports_the_python_backend() -> None:
     users = {name for name, path in modules() if "triton_python_backend_utils" in imports(path)}
     assert users
     assert all(name.startswith("triton.") for name in users), users
+
+
+def test_importing_the_package_does_not_import_numba() -> None:
+    """Its LLVM wrapper keeps vLLM 0.32 from starting on a CPU in a process that was spawned."""
+    code = "import sys, minicpmo_triton.preprocess, minicpmo_triton.llm.engine; print('numba' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False"]
 
 
 def test_every_module_is_seen() -> None:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from minicpmo_triton.compiled import compiled
 from minicpmo_triton.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def compile_kernels(dtype: torch.dtype) -> None:
     _place_rows(one, np.zeros(1, np.int32), one.copy(), one.dtype.type(0))
 
 
-@numba.njit(nogil=True)
+@compiled
 def _place_rows(rows, positions, out, exponent):  # type: ignore[no-untyped-def]
     """Copy each row [H] to its position; false where one holds a value with all ``exponent`` bits set."""
     finite = True

@@ -14,11 +14,11 @@ import ctypes
 from functools import lru_cache
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from minicpmo_triton.compiled import compiled
 from minicpmo_triton.schema import PATCH_SIZE
 
 #: Rows that the first pass takes together; bands of a multiple of it waste nothing.
@@ -146,7 +146,7 @@ def resize_columns(
     _resize_columns(narrowed.view(np.uint8), taps.first, taps.weights, out, *grid, *patch_rows)
 
 
-@numba.njit(nogil=True)
+@compiled
 def _resize_rows(pixels, first, weights, narrowed):  # type: ignore[no-untyped-def]
     height, width = pixels.shape
     num_taps = weights.shape[1]
@@ -185,7 +185,7 @@ def _resize_rows(pixels, first, weights, narrowed):  # type: ignore[no-untyped-d
                 narrowed[top + row, x] = packed[row]
 
 
-@numba.njit(nogil=True)
+@compiled
 def _resize_columns(narrowed, first, weights, patches, rows, columns, begin, end):  # type: ignore[no-untyped-def]
     height = narrowed.shape[0]
     width = narrowed.shape[1] // 4
