@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,14 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from minicpmo_triton.errors import InvalidArgument
-from minicpmo_triton.media.resize import ROWS_AT_ONCE, bicubic_taps, pixels_of, resize_columns, resize_rows
+from minicpmo_triton.media.resize import (
+    ROWS_AT_ONCE,
+    Taps,
+    bicubic_taps,
+    pixels_of,
+    resize_columns,
+    resize_rows,
+)
 from minicpmo_triton.schema import PATCH_SIZE, PATCH_VALUES
 
 #: Longer side over shorter side. Beyond it a slice one patch high would be thousands of patches wide.
@@ -194,16 +201,16 @@ def slice_image(
     not depend on it.
     """
     plan = plan_slices(image.width, image.height, max_slice_nums, scale_resolution)
-    layouts = [_Layout(plan.source, 1, 1)]
+    layouts = [_Layout.of(image, plan.source, 1, 1)]
     if plan.rows:
-        layouts.append(_Layout(plan.refined, plan.rows, plan.columns))
+        layouts.append(_Layout.of(image, plan.refined, plan.rows, plan.columns))
     grids = [_patch_grid(layout) for layout in layouts for _ in range(layout.rows * layout.columns)]
     patches = np.empty((sum(math.prod(grid) for grid in grids), PATCH_VALUES), np.uint8)
     narrowed = [np.empty((image.height, layout.size[0]), np.uint32) for layout in layouts]
     run = pool.map if pool else map
     band_height = _pieces_of(image.width, ROWS_AT_ONCE)
     bands = [(top, min(top + band_height, image.height)) for top in range(0, image.height, band_height)]
-    list(run(partial(_narrow, image, narrowed), bands))
+    list(run(partial(_narrow, image, layouts, narrowed), bands))
     strips: list[_Strip] = []
     start = 0
     for layout, whole in zip(layouts, narrowed, strict=True):
@@ -221,11 +228,18 @@ def compile_kernels() -> None:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The size to resize to, width and height in pixels, and the slices it is cut into."""
+    """The size to resize to, width and height in pixels, how, and the slices it is cut into."""
 
     size: tuple[int, int]
     rows: int
     columns: int
+    across: Taps
+    down: Taps
+
+    @classmethod
+    def of(cls, image: Image.Image, size: tuple[int, int], rows: int, columns: int) -> _Layout:
+        across, down = bicubic_taps(image.width, size[0]), bicubic_taps(image.height, size[1])
+        return cls(size, rows, columns, across, down)
 
 
 @dataclass(frozen=True)
@@ -243,11 +257,16 @@ def _pieces_of(width: int, unit: int) -> int:
     return max(_TASK_PIXELS // width // unit, 1) * unit
 
 
-def _narrow(image: Image.Image, narrowed: list[NDArray[np.uint32]], band: tuple[int, int]) -> None:
+def _narrow(
+    image: Image.Image,
+    layouts: Sequence[_Layout],
+    narrowed: Sequence[NDArray[np.uint32]],
+    band: tuple[int, int],
+) -> None:
     """The first pass over the rows of ``band``, into the same rows of each of ``narrowed``."""
     pixels = pixels_of(image, *band)
-    for whole in narrowed:
-        resize_rows(pixels, bicubic_taps(image.width, whole.shape[1]), whole[band[0] : band[1]])
+    for layout, whole in zip(layouts, narrowed, strict=True):
+        resize_rows(pixels, layout.across, whole[band[0] : band[1]])
 
 
 def _strips(layout: _Layout, narrowed: NDArray[np.uint32], patches: NDArray[np.uint8]) -> list[_Strip]:
@@ -261,9 +280,8 @@ def _strips(layout: _Layout, narrowed: NDArray[np.uint32], patches: NDArray[np.u
 
 def _write(strip: _Strip) -> None:
     """The second pass, for the patches of ``strip``."""
-    layout = strip.layout
-    taps = bicubic_taps(strip.narrowed.shape[0], layout.size[1])
-    resize_columns(strip.narrowed, taps, strip.patches, (layout.rows, layout.columns), strip.patch_rows)
+    grid = (strip.layout.rows, strip.layout.columns)
+    resize_columns(strip.narrowed, strip.layout.down, strip.patches, grid, strip.patch_rows)
 
 
 def _patch_grid(layout: _Layout) -> tuple[int, int]:

@@ -37,7 +37,7 @@ class Taps(NamedTuple):
     weights: NDArray[np.int32]  # [n, K]: fixed point, zeros behind the last tap
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)  # 2 MB at most, for the longest side there can be
 def bicubic_taps(length: int, new_length: int) -> Taps:
     """Weights of Pillow's bicubic filter (a = -0.5), widened by the scale where it shrinks."""
     scale = length / new_length
