@@ -15,10 +15,11 @@ _KEPT_BYTES = 512 << 20
 def keep_freed_memory() -> bool:
     """Have glibc keep memory that was freed, for allocations to come; false without glibc.
 
-    By default memory of some megabytes goes back to the kernel when it is freed, and comes again page by
-    page: for pixels that costs as much as half of resizing them. With one arena the threads share what
-    is kept, instead of each keeping some of its own. What is free at the heap's end beyond 512 MiB still goes
-    back, and so does what is larger than 32 MiB. Call it before threads start.
+    By default memory of some megabytes may go back to the kernel when it is freed, depending on what was
+    freed before, and comes again page by page: for pixels that costs as much as half of resizing them.
+    With one arena the threads share what is kept, instead of each keeping some of its own. What is free
+    at the heap's end beyond 512 MiB still goes back, and so does what is larger than 32 MiB. Call it
+    before threads start.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -89,6 +90,8 @@ class AsyncGrpcCall:
     async def __anext__(self) -> Response:
         try:
             message = await self._rpc.read()
+            if message is not grpc.aio.EOF and message.error_message:
+                await self._read_to_the_end()
         except grpc.RpcError as error:
             raise self._transport.to_error(error, self._timeout_s) from None
         except asyncio.CancelledError:
@@ -99,6 +102,12 @@ class AsyncGrpcCall:
         if message is grpc.aio.EOF:
             raise StopAsyncIteration
         return grpc_wire.to_response(message)
+
+    async def _read_to_the_end(self) -> None:
+        """As of the call for threads: a request that has failed is not cancelled."""
+        with contextlib.suppress(grpc.RpcError):
+            while await self._rpc.read() is not grpc.aio.EOF:
+                pass
 
     def cancel(self) -> None:
         self._cancelled = True

@@ -12,6 +12,7 @@ their stream when it is set: one client's bad request would cost everybody the s
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -109,7 +110,18 @@ class GrpcCall:
             message = next(self._rpc)
         except grpc.RpcError as error:
             raise self._transport.to_error(error, self._timeout_s) from None
+        if message.error_message:
+            self._read_to_the_end()
         return grpc_wire.to_response(message)
+
+    def _read_to_the_end(self) -> None:
+        """Wait for the server to end a stream whose request has failed, which it does at once.
+
+        Cancelled before that, the request can stay in Triton (2.51) for ever, and holds up its end.
+        """
+        with contextlib.suppress(grpc.RpcError):
+            for _ in self._rpc:
+                pass
 
     def cancel(self) -> None:
         self._rpc.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import json
@@ -20,6 +21,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from minicpmo_client import (
+    AsyncClient,
     CannotConnect,
     Client,
     InvalidRequest,
@@ -79,6 +81,7 @@ class Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mis
             context.abort(grpc.StatusCode[argument], "in ensemble 'minicpmo', field: broken on purpose")
         if command == "say":
             yield service_pb2.ModelStreamInferResponse(error_message=argument)
+            ended.wait(0.3)  # the server ends the stream a little later
             return
         for index in range(int(argument)):
             yield increment(request, f"{request.id}:{index} ")
@@ -218,6 +221,22 @@ def test_an_error_inside_the_stream(client: Client) -> None:
         client.chat("say Request for unknown model: 'nope' is not found", stream=False)
     with pytest.raises(ServerError, match=r"^plain$"):
         client.chat("say plain", stream=False)
+
+
+def test_a_request_that_fails_is_not_cancelled(served: tuple[str, Triton]) -> None:
+    """Triton 2.51 keeps a request for ever whose client leaves between its error and its stream's end."""
+    url, triton = served
+    with Client(url, timeout_s=WAIT_S) as client, pytest.raises(ServerError):
+        client.chat("say plain", request_id="failed", stream=False)
+    assert not was_cancelled(triton, "failed")
+
+    async def ask() -> None:
+        async with AsyncClient(url, timeout_s=WAIT_S) as client:
+            with pytest.raises(ServerError):
+                await client.chat("say plain", request_id="failed too").read()
+
+    asyncio.run(ask())
+    assert not was_cancelled(triton, "failed too")
 
 
 def test_the_deadline_covers_the_whole_answer(client: Client, served: tuple[str, Triton]) -> None:

@@ -1,9 +1,11 @@
-"""Pillow's bicubic resizing of RGB pictures, bit for bit, a part of a picture at a time.
+"""Pillow's bicubic resizing of RGB pictures, rows first, bit for bit, a part of a picture at a time.
 
 The published preprocessing resizes with Pillow, so its rounding is part of the model: weights in 22-bit fixed
-point, rows first, rounded to bytes, then columns. The same integers come out here several times as fast:
-compiled by Numba for the processor at hand, without Python's lock, and the second pass writes patches instead
-of a picture. Neither pass looks across its own direction, so bands of a picture may run side by side.
+point, rows first, rounded to bytes, then columns. (Pillow 13 takes columns first for tall pictures; two
+calls, one for each direction, give these pixels in any version.) The same integers come out here several
+times as fast: compiled by Numba for the processor at hand, without Python's lock, and the second pass writes
+patches instead of a picture. Neither pass looks across its own direction, so bands of a picture may run side
+by side.
 
 Arrays: H x W pixels in, h x w out, K taps.
 """
@@ -37,7 +39,7 @@ class Taps(NamedTuple):
     weights: NDArray[np.int32]  # [n, K]: fixed point, zeros behind the last tap
 
 
-@lru_cache(maxsize=32)  # 2 MB at most, for the longest side there can be
+@lru_cache(maxsize=32)  # 3 MB at most, for the longest side there can be
 def bicubic_taps(length: int, new_length: int) -> Taps:
     """Weights of Pillow's bicubic filter (a = -0.5), widened by the scale where it shrinks."""
     scale = length / new_length

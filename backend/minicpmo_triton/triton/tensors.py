@@ -87,9 +87,13 @@ def error_response(error: MiniCPMOError) -> Any:
 
 
 def as_reply_error(error: BaseException) -> MiniCPMOError:
-    """What a client may see of ``error``: ours as it is, anything else by its type alone."""
+    """What a client may see of ``error``: ours, anything else by its type alone.
+
+    Without the traceback, whose frames would keep the request and its tensors until the garbage collector
+    comes round.
+    """
     if isinstance(error, MiniCPMOError):
-        return error
+        return error.with_traceback(None)
     pb_utils.Logger.log_error(f"unexpected {type(error).__name__}: {error}")
     return MiniCPMOError(f"internal error ({type(error).__name__}); the server's log has the details")
 
