@@ -69,10 +69,9 @@ def power_of_two_batches(count: int, max_batch: int = MAX_BATCH) -> list[int]:
     So few sizes occur that each can have its graph; and the device begins with the little that the host has
     gathered soon, while it gathers the rest.
     """
-    rest = count % max_batch
-    return [1 << bit for bit in range(rest.bit_length()) if rest >> bit & 1] + [max_batch] * (
-        count // max_batch
-    )
+    full, rest = divmod(count, max_batch)
+    digits = [1 << bit for bit in range(rest.bit_length()) if rest >> bit & 1]
+    return digits + [max_batch] * full
 
 
 def plan_batches(lengths: Sequence[int], max_batch: int = MAX_BATCH) -> list[list[int]]:

@@ -208,7 +208,7 @@ def slice_image(
     patches = np.empty((sum(math.prod(grid) for grid in grids), PATCH_VALUES), np.uint8)
     narrowed = [np.empty((image.height, layout.size[0]), np.uint32) for layout in layouts]
     run = pool.map if pool else map
-    band_height = _pieces_of(image.width, ROWS_AT_ONCE)
+    band_height = _rows_of_a_task(image.width, ROWS_AT_ONCE)
     bands = [(top, min(top + band_height, image.height)) for top in range(0, image.height, band_height)]
     list(run(partial(_narrow, image, layouts, narrowed), bands))
     strips: list[_Strip] = []
@@ -252,7 +252,7 @@ class _Strip:
     patch_rows: tuple[int, int]
 
 
-def _pieces_of(width: int, unit: int) -> int:
+def _rows_of_a_task(width: int, unit: int) -> int:
     """Rows of a picture that one task takes: about ``_TASK_PIXELS``, a multiple of ``unit``."""
     return max(_TASK_PIXELS // width // unit, 1) * unit
 
@@ -271,7 +271,7 @@ def _narrow(
 
 def _strips(layout: _Layout, narrowed: NDArray[np.uint32], patches: NDArray[np.uint8]) -> list[_Strip]:
     num_rows = layout.size[1] // PATCH_SIZE
-    step = _pieces_of(layout.size[0], PATCH_SIZE) // PATCH_SIZE
+    step = _rows_of_a_task(layout.size[0], PATCH_SIZE) // PATCH_SIZE
     return [
         _Strip(layout, narrowed, patches, (first, min(first + step, num_rows)))
         for first in range(0, num_rows, step)
