@@ -127,7 +127,7 @@ def test_streamed_and_whole_answers_are_the_same(
     assert answer == Chat(expected, "length", answer.num_input_tokens, NUM_TOKENS, answer.cumulative_logprob)
     assert answer.num_input_tokens > 4 * 64  # a picture, two frames, the recording and the question
     chunks = streamed(api, url, model, QUESTION, sampling=GREEDY, **media)
-    assert len(chunks) > 2
+    assert len(chunks) > 1
     assert "".join(chunk.text for chunk in chunks) == expected
     assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
     assert sum(chunk.num_output_tokens for chunk in chunks) == NUM_TOKENS

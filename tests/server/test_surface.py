@@ -52,7 +52,7 @@ def test_llm_takes_raw_requests(server: TritonServer, picture: bytes, expected: 
     streamed = stream_whole(server.grpc_url, "llm", {**values, "stream": True})
     assert (whole.errors, whole.num_final, len(whole.responses)) == ([], 1, 1)
     assert (streamed.errors, streamed.num_final) == ([], 1)
-    assert len(streamed.responses) > 2  # differences only: together they are the whole
+    assert len(streamed.responses) > 1  # differences only: together they are the whole
     assert whole.text == streamed.text == expected
 
 
@@ -149,7 +149,7 @@ def test_generate_and_generate_stream(
     streamed = post(server.http_url, f"/v2/models/{model}/generate_stream", {**body, "stream": True})
     assert streamed.status == 200
     parts = [event["text_output"] for event in events(streamed)]
-    assert len(parts) > 2
+    assert len(parts) > 1
     assert "".join(parts) == expected
     refused = post(server.http_url, f"/v2/models/{model}/generate", {**body, "image": ["AAAA"]})
     assert refused.status == 400
