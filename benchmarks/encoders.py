@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -148,25 +148,14 @@ class Bench:
         return times
 
     def _moved(self, given: OrdinaryInput) -> OrdinaryInput:
-        return OrdinaryInput(given.batch.to(self._device).to(self._dtype), given.sizes)
+        return moved(given, self._device, self._dtype)
 
     def _add_errors(self, results: Sequence[Result], ordinary: Ordinary) -> None:
-        """Of each way to the ordinary module in float32 with the same weights, over a request's rows."""
-        reference = self._subject.ordinary(torch.float32)
-        for result in results:
-            example = result.example
-            given = self._subject.ordinary_input(example.item)
-            want, plain = (
-                self._subject.ordinary_rows(output, example.lengths)
-                for output in (
-                    reference(OrdinaryInput(given.batch.to(self._device), given.sizes)),
-                    ordinary(self._moved(given)),
-                )
-            )
-            result.relative_errors["ordinary"] = relative_error(plain, want)
-            result.relative_errors["eager"] = relative_error(self._eager(example.item), want)
-            if self._captured is not None:
-                result.relative_errors["captured"] = relative_error(self._captured(example.item), want)
+        """Of each way with the weights and values that were measured."""
+        ways = {"eager": self._eager}
+        if self._captured is not None:
+            ways["captured"] = self._captured
+        add_errors(results, self._subject, self.examples, self._device, ways, ordinary)
 
     def graphs(self) -> list[Graph]:
         """The keys that :meth:`results` captured into one shared pool, captured again into pools of
@@ -197,6 +186,35 @@ class Bench:
         return {"request": example.name, "kernels": kernels}
 
 
+def add_errors(
+    results: Sequence[Result],
+    subject: Subject[Any],
+    examples: Sequence[Example[Any]],
+    device: torch.device,
+    ways: Mapping[str, Callable[[Any], Tensor]],
+    ordinary: Ordinary,
+) -> None:
+    """Errors to the ordinary module in float32 with the same weights, over each request's rows."""
+    reference = subject.ordinary(torch.float32)
+    dtype = next(subject.module.parameters()).dtype
+    for result, example in zip(results, examples, strict=True):
+        given = subject.ordinary_input(example.item)
+        want, plain = (
+            subject.ordinary_rows(output, example.lengths)
+            for output in (
+                reference(moved(given, device, torch.float32)),
+                ordinary(moved(given, device, dtype)),
+            )
+        )
+        result.add_error("ordinary", relative_error(plain, want))
+        for way, encode in ways.items():
+            result.add_error(way, relative_error(encode(example.item), want))
+
+
+def moved(given: OrdinaryInput, device: torch.device, dtype: torch.dtype) -> OrdinaryInput:
+    return OrdinaryInput(given.batch.to(device).to(dtype), given.sizes)
+
+
 def kept_bytes(adapter: GraphAdapter, inputs: Inputs) -> tuple[int, int]:
     """Capture ``inputs``; the static bytes and the pool bytes that this added."""
     static_bytes, pool_bytes = adapter.static_bytes, adapter.pool_bytes
@@ -211,21 +229,26 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def run_subject(
-    make: Callable[[], Subject[Any]],
+    make: Callable[[int], Subject[Any]],
     device: torch.device,
     rates: Rates,
     options: argparse.Namespace,
     seam: Seam | None,
 ) -> dict[str, Any]:
     """Measure and print one encoder; its part of the JSON line."""
-    subject = make()
+    subject = make(options.seed)
     bench = Bench(subject, device, rates, options, seam)
     results, graphs = bench.results(), bench.graphs()
+    for seed in range(options.seed + 1, options.seed + options.error_draws):
+        other = make(seed)
+        ways = {"eager": other.encoder()}
+        add_errors(results, other, other.examples(seed), device, ways, other.ordinary())
     weights_ms = subject.num_weight_bytes / rates.bytes * 1000
     print(f"\n{subject.name}: milliseconds, median (10th to 90th percentile) of {options.repeats} calls")
     print(times_table(results))
     print(f"reading the weights once takes at least {weights_ms:.2f} ms, whatever the request")
-    print(f"\n{subject.name}: relative error to the ordinary module in float32, same weights")
+    print(f"\n{subject.name}: relative error to the ordinary module in float32, same weights:")
+    print(f"mean (least to largest) of {options.error_draws} draws of weights and values")
     print(errors_table(results))
     if graphs:
         print(f"\n{subject.name}: graphs, in the order of their captures")
@@ -253,12 +276,19 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add_options(parser)
     parser.add_argument("--repeats", type=int, help="timed calls of each kind; default: 40, with --tiny 3")
     parser.add_argument(
+        "--error-draws",
+        type=int,
+        help="draws of weights and values to take errors of, the captured one's of the first;"
+        " default: 8, with --tiny 2",
+    )
+    parser.add_argument(
         "--profile",
         action="store_true",
         help="also list the kernels of one captured call: 1 slice, and 30 s of audio",
     )
     options = parser.parse_args(argv)
     options.repeats = options.repeats or (3 if options.tiny else 40)
+    options.error_draws = options.error_draws or (2 if options.tiny else 8)
     return options
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,14 +19,23 @@ SLOWER = 1.02
 
 @dataclass
 class Result:
-    """One request. Times by (start, way); errors by way; a way that does not exist here is left out."""
+    """One request. Times by (start, way); errors by way, of each draw. What is not there is left out."""
 
     example: Example[Any]
     calls: list[str]
     floor_ms: float
     least_floor_ms: float
     times: dict[tuple[str, str], Times] = field(default_factory=dict)
-    relative_errors: dict[str, float] = field(default_factory=dict)
+    relative_errors: dict[str, list[float]] = field(default_factory=dict)
+
+    def add_error(self, way: str, error: float) -> None:
+        self.relative_errors.setdefault(way, []).append(error)
+
+    @property
+    def error_ratios(self) -> list[float]:
+        """Our eager error over the ordinary module's, of each draw where that has one."""
+        both = zip(self.relative_errors["eager"], self.relative_errors["ordinary"], strict=True)
+        return [ours / ordinary for ours, ordinary in both if ordinary]
 
     def median(self, start: str, way: str) -> float | None:
         times = self.times.get((start, way))
@@ -47,6 +57,7 @@ class Result:
             "speedup_over_ordinary": captured and medians["ordinary"] and medians["ordinary"] / captured,
             "speedup_over_eager": captured and medians["eager"] and medians["eager"] / captured,
             "relative_errors": self.relative_errors,
+            "error_ratios": self.error_ratios,
         }
 
 
@@ -102,11 +113,20 @@ def errors_table(results: Sequence[Result]) -> str:
     rows = [
         [
             result.example.name,
-            *(f"{result.relative_errors[way]:.2e}" if way in result.relative_errors else "-" for way in WAYS),
+            *(_spread(result.relative_errors.get(way, []), ".2e") for way in WAYS),
+            _spread(result.error_ratios, ".3f"),
         ]
         for result in results
     ]
-    return report.table(["request", *WAYS], rows)
+    return report.table(["request", *WAYS, "eager / ordinary"], rows)
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    """Mean, and least to largest of several."""
+    if not values:
+        return "-"
+    mean = f"{statistics.fmean(values):{form}}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):{form}}-{max(values):{form}})"
 
 
 def graphs_table(graphs: Sequence[Graph]) -> str:

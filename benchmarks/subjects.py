@@ -144,7 +144,7 @@ class VisionSubject(Subject[VisionItem]):
     name, unit = "vision", "patches"
     module: VisionModule
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int, tiny: bool) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, tiny: bool, seed: int) -> None:
         self._tiny = tiny
         self._config = TINY_VISION if tiny else random_weights.VISION
         with torch.device("meta"):
@@ -194,7 +194,7 @@ class AudioSubject(Subject[AudioItem]):
     name, unit = "audio", "frames"
     module: AudioModule
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, seed: int, tiny: bool) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, tiny: bool, seed: int) -> None:
         self._tiny = tiny
         self._config = TINY_AUDIO if tiny else random_weights.AUDIO
         with torch.device("meta"):
@@ -308,14 +308,14 @@ def device_and_dtype(arguments: argparse.Namespace) -> tuple[torch.device, torch
 
 def subjects(
     arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype
-) -> dict[str, Callable[[], Subject[Any]]]:
-    """Makers of the encoders chosen, by name; one encoder at a time should be alive."""
+) -> dict[str, Callable[[int], Subject[Any]]]:
+    """Makers of the encoders chosen, by name, from a seed; one encoder at a time should be measured."""
     kinds: dict[str, type[VisionSubject] | type[AudioSubject]] = {
         "vision": VisionSubject,
         "audio": AudioSubject,
     }
     return {
-        name: partial(kind, dtype, device, arguments.seed, arguments.tiny)
+        name: partial(kind, dtype, device, arguments.tiny)
         for name, kind in kinds.items()
         if arguments.encoder in (name, "both")
     }

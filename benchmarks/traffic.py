@@ -258,7 +258,7 @@ def main(argv: Sequence[str] | None = None, seam: Seam | None = None) -> None:
     parts: dict[str, Any] = {}
     with torch.inference_mode():
         for name, make in subjects(options, device, dtype).items():
-            parts[name] = run_subject(make(), device, options, seam)
+            parts[name] = run_subject(make(options.seed), device, options, seam)
             gc.collect()
     print(report.json_line({**about, **parts}))
 

@@ -184,9 +184,23 @@ def test_encoders_runs_and_says_that_a_cpu_has_no_graphs(capsys: pytest.CaptureF
         for request in result[name]["results"]:
             assert request["host"].keys() == request["device"].keys() == {"ordinary", "eager"}
             assert request["speedup_over_ordinary"] is None
-            assert request["relative_errors"]["ordinary"] == 0
-            assert request["relative_errors"]["eager"] < TOLERANCE
+            assert request["relative_errors"]["ordinary"] == [0, 0]
+            assert len(request["relative_errors"]["eager"]) == 2
+            assert max(request["relative_errors"]["eager"]) < TOLERANCE
+            assert request["error_ratios"] == []
             assert request["floor_ms"] >= request["least_floor_ms"] > 0
+
+
+def test_errors_of_several_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--tiny", "--device", "cpu", "--dtype", "bfloat16", "--repeats", "1", "--error-draws", "3"]
+    encoders.main(arguments)
+    result = last_line(capsys)
+    for name in ("vision", "audio"):
+        for request in result[name]["results"]:
+            errors, ratios = request["relative_errors"], request["error_ratios"]
+            assert len(ratios) == len(set(errors["ordinary"])) == len(set(errors["eager"])) == 3
+            assert all(0.5 < ratio < 2 for ratio in ratios)
+            assert ratios[1] == errors["eager"][1] / errors["ordinary"][1]
 
 
 def test_encoders_with_graphs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +223,8 @@ def test_encoders_with_graphs(capsys: pytest.CaptureFixture[str]) -> None:
     assert [len(device.pools) for device in devices] == [1, 5]  # shared, private
     for request in part["results"]:
         assert request["device"]["captured"]["num_calls"] == 2
-        assert request["relative_errors"]["captured"] < TOLERANCE
+        [captured] = request["relative_errors"]["captured"]  # of the first draw
+        assert captured == request["relative_errors"]["eager"][0] < TOLERANCE
         assert request["captured_over_floor"] > 0
 
 
