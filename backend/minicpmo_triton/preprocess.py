@@ -28,7 +28,7 @@ from minicpmo_triton.media.audio import (
     num_mel_frames,
 )
 from minicpmo_triton.media.container import VideoLimits
-from minicpmo_triton.media.image import ImagePatches, compile_kernels, decode_image, slice_image
+from minicpmo_triton.media.image import ImagePatches, compile_kernels, decode_and_slice, slice_image
 from minicpmo_triton.media.source import media_bytes
 from minicpmo_triton.media.video import Sampling, decode_video, interleave
 from minicpmo_triton.media.video_sound import decode_sound
@@ -219,9 +219,14 @@ class Preprocessor:
 
     def _image(self, part: ImagePart, data: bytes, max_slice_nums: int | None) -> ImagePatches:
         default = self._media.max_slice_nums if self._media.slice_mode else 1
-        image = decode_image(part.field, data, self._parameters.max_image_pixels)
-        max_slices = part.max_slice_nums or max_slice_nums or default
-        return slice_image(image, max_slices, self._media.scale_resolution, self._piece_pool)
+        return decode_and_slice(
+            part.field,
+            data,
+            self._parameters.max_image_pixels,
+            part.max_slice_nums or max_slice_nums or default,
+            self._media.scale_resolution,
+            self._piece_pool,
+        )
 
     def _video(self, field: str, data: bytes, parameters: MediaParameters) -> _Media:
         limits = VideoLimits(

@@ -328,7 +328,7 @@ def test_the_unforeseen_is_logged_and_not_told(
     def fails(*_: object) -> None:
         raise RuntimeError("secret of the house")
 
-    monkeypatch.setattr(preprocess, "slice_image", fails)
+    monkeypatch.setattr(preprocess, "decode_and_slice", fails)
     image = (media_dir / "small_200x300.png").read_bytes()
     results = preprocessor.process_all(
         [RawRequest(text_input=b"Hi", images=(image,)), RawRequest(text_input=b"Hi")]

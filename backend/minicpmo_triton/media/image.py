@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
+from PIL.ImageFile import ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
 
 from minicpmo_triton.errors import InvalidArgument
 from minicpmo_triton.media.resize import (
     ROWS_AT_ONCE,
     Taps,
     bicubic_taps,
+    decoded_rows,
     pixels_of,
     resize_columns,
     resize_rows,
@@ -35,6 +40,9 @@ MAX_ASPECT_RATIO = 200
 
 #: Pixels that one task takes: smaller tasks spend more on handing Python's lock around than they win.
 _TASK_PIXELS = 1 << 18
+
+#: How often it is looked at which rows have been decoded.
+_NUM_LOOKS = 24
 
 # Pillow's own limit is process-wide and lower than ours, which is held per image before decoding.
 Image.MAX_IMAGE_PIXELS = None
@@ -83,6 +91,20 @@ class ImagePatches:
     columns: int
 
 
+class _WatchedFile(io.BytesIO):
+    """Calls ``on_step`` every ``step`` bytes, before a read: a decoder reads when it has used what it had."""
+
+    on_step: Callable[[], None] | None = None
+    step = 0
+    _next = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self.on_step is not None and self.tell() >= self._next:
+            self.on_step()
+            self._next = self.tell() + self.step
+        return super().read(size)
+
+
 def decode_image(field: str, data: bytes, max_pixels: int) -> Image.Image:
     """Decode the first frame to RGB: EXIF orientation applied, transparency composed on white.
 
@@ -90,9 +112,18 @@ def decode_image(field: str, data: bytes, max_pixels: int) -> Image.Image:
     truncated or corrupt, has more than ``max_pixels`` (known from the header, before pixels are
     decoded) or is more than 200 times as long as wide.
     """
+    return _decode(field, data, max_pixels, lambda image, file: None)
+
+
+def _decode(
+    field: str, data: bytes, max_pixels: int, on_open: Callable[[ImageFile, _WatchedFile], None]
+) -> Image.Image:
+    """:func:`decode_image`; ``on_open`` is called when the header has been read and is within the limits."""
     try:
-        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        file = _WatchedFile(data)
+        image = Image.open(file, formats=_FORMATS)
         _check_size(field, image.width, image.height, max_pixels)
+        on_open(image, file)
         image.load()
         orientation = _orientation(image)
         rgb = _to_rgb(field, image)
@@ -200,25 +231,49 @@ def slice_image(
     The work runs in pieces on ``pool``, whose tasks must not call this function in turn; the result does
     not depend on it.
     """
-    plan = plan_slices(image.width, image.height, max_slice_nums, scale_resolution)
-    layouts = [_Layout.of(image, plan.source, 1, 1)]
-    if plan.rows:
-        layouts.append(_Layout.of(image, plan.refined, plan.rows, plan.columns))
-    grids = [_patch_grid(layout) for layout in layouts for _ in range(layout.rows * layout.columns)]
-    patches = np.empty((sum(math.prod(grid) for grid in grids), PATCH_VALUES), np.uint8)
-    narrowed = [np.empty((image.height, layout.size[0]), np.uint32) for layout in layouts]
-    run = pool.map if pool else map
-    band_height = _rows_of_a_task(image.width, ROWS_AT_ONCE)
-    bands = [(top, min(top + band_height, image.height)) for top in range(0, image.height, band_height)]
-    list(run(partial(_narrow, image, layouts, narrowed), bands))
-    strips: list[_Strip] = []
-    start = 0
-    for layout, whole in zip(layouts, narrowed, strict=True):
-        end = start + math.prod(layout.size) // PATCH_SIZE**2
-        strips += _strips(layout, whole, patches[start:end])
-        start = end
-    list(run(_write, strips))
-    return ImagePatches(patches, np.array(grids, np.int32), plan.rows, plan.columns)
+    image.load()
+    return _Slicing(image.size, max_slice_nums, scale_resolution, pool).finish(image)
+
+
+def decode_and_slice(
+    field: str,
+    data: bytes,
+    max_pixels: int,
+    max_slice_nums: int,
+    scale_resolution: int = 448,
+    pool: Executor | None = None,
+) -> ImagePatches:
+    """:func:`decode_image`, then :func:`slice_image`, which begins on ``pool`` while rows come."""
+    opened: ImageFile | None = None
+    begun: _Slicing | None = None
+
+    def begin(image: ImageFile, file: _WatchedFile) -> None:
+        nonlocal opened, begun
+        if pool is not None and _comes_row_by_row(image):
+            opened, begun = image, _Slicing(image.size, max_slice_nums, scale_resolution, pool)
+            image.decodermaxblock = file.step = max(len(data) // _NUM_LOOKS, 1024)
+            file.on_step = partial(begun.take_decoded, image)
+
+    try:
+        image = _decode(field, data, max_pixels, begin)
+        if begun is not None and image is opened:
+            return begun.finish(image)
+    except BaseException:
+        if begun is not None:
+            begun.cancel()
+        raise
+    if begun is not None:  # the orientation stood behind the pixels
+        begun.cancel()
+    return slice_image(image, max_slice_nums, scale_resolution, pool)
+
+
+def _comes_row_by_row(image: ImageFile) -> bool:
+    """Whether the rows of an opened picture are final, upright and RGB as soon as they are decoded."""
+    if image.mode != "RGB" or "transparency" in image.info:
+        return False
+    if isinstance(image, PngImageFile):
+        return not image.info.get("interlace")
+    return isinstance(image, JpegImageFile) and _orientation(image) == 1
 
 
 def compile_kernels() -> None:
@@ -237,8 +292,8 @@ class _Layout:
     down: Taps
 
     @classmethod
-    def of(cls, image: Image.Image, size: tuple[int, int], rows: int, columns: int) -> _Layout:
-        across, down = bicubic_taps(image.width, size[0]), bicubic_taps(image.height, size[1])
+    def of(cls, source: tuple[int, int], size: tuple[int, int], rows: int, columns: int) -> _Layout:
+        across, down = bicubic_taps(source[0], size[0]), bicubic_taps(source[1], size[1])
         return cls(size, rows, columns, across, down)
 
 
@@ -250,6 +305,93 @@ class _Strip:
     narrowed: NDArray[np.uint32]  # [height of the picture, width of the layout]
     patches: NDArray[np.uint8]  # [P, 588]: all of the layout's
     patch_rows: tuple[int, int]
+
+    @property
+    def num_rows_read(self) -> int:
+        """Rows of ``narrowed``, from the top, that are not read beyond."""
+        last = self.patch_rows[1] * PATCH_SIZE - 1
+        num_taps = self.layout.down.weights.shape[1] or 1
+        return min(int(self.layout.down.first[last]) + num_taps, len(self.narrowed))
+
+
+class _Slicing:
+    """A picture on its way to patches: either pass does what it can with the rows that are there."""
+
+    def __init__(
+        self, size: tuple[int, int], max_slice_nums: int, scale_resolution: int, pool: Executor | None
+    ) -> None:
+        width, self._height = size
+        plan = plan_slices(*size, max_slice_nums, scale_resolution)
+        self._layouts = [_Layout.of(size, plan.source, 1, 1)]
+        if plan.rows:
+            self._layouts.append(_Layout.of(size, plan.refined, plan.rows, plan.columns))
+        grids = [_patch_grid(layout) for layout in self._layouts for _ in range(layout.rows * layout.columns)]
+        patches = np.empty((sum(math.prod(grid) for grid in grids), PATCH_VALUES), np.uint8)
+        self._result = ImagePatches(patches, np.array(grids, np.int32), plan.rows, plan.columns)
+        self._narrowed = [np.empty((self._height, layout.size[0]), np.uint32) for layout in self._layouts]
+        strips: list[_Strip] = []
+        start = 0
+        for layout, narrowed in zip(self._layouts, self._narrowed, strict=True):
+            end = start + math.prod(layout.size) // PATCH_SIZE**2
+            strips += _strips(layout, narrowed, patches[start:end])
+            start = end
+        self._strips = deque(sorted(strips, key=lambda strip: strip.num_rows_read))
+        self._band_height = _rows_of_a_task(width, ROWS_AT_ONCE)
+        self._was_clear: bool | None = None  # the picture's memory, before the first row
+        self._num_taken = 0  # rows
+        self._bands: deque[tuple[int, Future[None]]] = deque()  # with the row after their last
+        self._writes: list[Future[None]] = []
+        self._pool = pool
+
+    def take_decoded(self, image: Image.Image) -> None:
+        """Begin with the bands whose rows the decoder, which waits meanwhile, has written."""
+        if self._was_clear is None:
+            self._was_clear = not decoded_rows(image, 0, self._height).any()
+        while self._was_clear and self._num_taken < self._height:
+            end = self._next_end()
+            if not decoded_rows(image, end - 1, end)[0]:
+                break
+            self._take(image)
+        while self._bands and self._bands[0][1].done():
+            self._write_below(*self._bands.popleft())
+
+    def cancel(self) -> None:
+        """Give up what has not begun."""
+        for future in (*(band for _, band in self._bands), *self._writes):
+            future.cancel()
+
+    def finish(self, image: Image.Image) -> ImagePatches:
+        """The patches, once all of ``image`` is there."""
+        while self._num_taken < self._height:
+            self._take(image)
+        while self._bands:
+            self._write_below(*self._bands.popleft())
+        for write in self._writes:
+            write.result()
+        return self._result
+
+    def _next_end(self) -> int:
+        return min(self._num_taken + self._band_height, self._height)
+
+    def _take(self, image: Image.Image) -> None:
+        """Begin the first pass over the next band."""
+        top, self._num_taken = self._num_taken, self._next_end()
+        task = partial(_narrow, image, self._layouts, self._narrowed, (top, self._num_taken))
+        self._bands.append((self._num_taken, self._begin(task)))
+
+    def _write_below(self, end: int, band: Future[None]) -> None:
+        """Wait for a band, then begin the second pass where it reads no rows from ``end`` on."""
+        band.result()
+        while self._strips and self._strips[0].num_rows_read <= end:
+            self._writes.append(self._begin(partial(_write, self._strips.popleft())))
+
+    def _begin(self, task: Callable[[], None]) -> Future[None]:
+        if self._pool is not None:
+            return self._pool.submit(task)
+        task()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 def _rows_of_a_task(width: int, unit: int) -> int:

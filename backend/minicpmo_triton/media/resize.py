@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,9 @@ from PIL import Image
 
 from minicpmo_triton.compiled import compiled
 from minicpmo_triton.schema import PATCH_SIZE
+
+if TYPE_CHECKING:
+    from PIL._imaging import ImagingCore
 
 #: Rows that the first pass takes together; bands of a multiple of it waste nothing.
 ROWS_AT_ONCE = 16
@@ -72,16 +75,27 @@ def _cubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
 def pixels_of(image: Image.Image, top: int, bottom: int) -> NDArray[np.uint32]:
     """Rows of an RGB picture as [bottom - top, W]: red, green, blue and padding are the bytes of an integer.
 
-    A view of the picture where Pillow (11.2 or newer) has it in one piece, else of a copy.
+    A view of the picture where Pillow (11.2 or newer) has it in one piece, else of a copy. Rows of a picture
+    that is being decoded are read as they are; see :func:`decoded_rows`.
     """
-    whole = _view(image)
+    whole = _view(image.im)
     if whole is not None:
         return whole[top:bottom]
-    band = image.crop((0, top, image.width, bottom))
+    band = image.im.crop((0, top, image.width, bottom))
     view = _view(band)
     if view is not None:
         return view
-    return np.frombuffer(band.tobytes("raw", "RGBX"), np.uint32).reshape(band.height, band.width)
+    copy = image.crop((0, top, image.width, bottom))
+    return np.frombuffer(copy.tobytes("raw", "RGBX"), np.uint32).reshape(copy.height, copy.width)
+
+
+def decoded_rows(image: Image.Image, top: int, bottom: int) -> NDArray[np.bool_]:
+    """Which rows of an RGB picture have been decoded: Pillow sets the padding of every pixel that it writes.
+
+    A new picture's memory is clear. None has, as it were, where Pillow does not show its memory.
+    """
+    last = _view(image.im.crop((image.width - 1, top, image.width, bottom)))
+    return np.zeros(bottom - top, np.bool_) if last is None else last[:, 0] >> 24 == 255
 
 
 class _ArrowArray(ctypes.Structure):
@@ -106,20 +120,20 @@ _capsule_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 _capsule_pointer.restype = ctypes.c_void_p
 
 
-def _view(image: Image.Image) -> NDArray[np.uint32] | None:
+def _view(core: ImagingCore) -> NDArray[np.uint32] | None:
     """The memory of an RGB picture, which Pillow shows as an Arrow list of four bytes a pixel."""
-    export = getattr(image, "__arrow_c_array__", None)
+    export = getattr(core, "__arrow_c_array__", None)
     if export is None:
         return None
     try:
-        _, capsule = export()
+        capsule = export()
     except ValueError:  # in several pieces, as pictures of more than 16 MiB are
         return None
     pixels = _ArrowArray.from_address(_capsule_pointer(capsule, b"arrow_array"))
     values = _ArrowArray.from_address(pixels.children[0])
     memory = (ctypes.c_uint32 * pixels.length).from_address(values.buffers[1])
     memory.owner = capsule  # which keeps the picture's memory
-    view = np.frombuffer(memory, np.uint32).reshape(image.height, image.width)
+    view = np.frombuffer(memory, np.uint32).reshape(core.size[1], core.size[0])
     view.setflags(write=False)
     return view
 
