@@ -300,7 +300,8 @@ def test_bands_begin_before_the_file_is_read(
         decode_and_slice("image[0]", data, 10**8, 9, pool=pool)
     assert len(read_so_far) > 4
     assert read_so_far == sorted(read_so_far)
-    assert (read_so_far[0] < len(data) / 2) == overlaps
+    shows_memory = hasattr(Image.new("RGB", (1, 1)).im, "__arrow_c_array__")  # Pillow 11.2 or newer
+    assert (read_so_far[0] < len(data) / 2) == (overlaps and shows_memory)
     assert read_so_far[-1] > 0.9 * len(data)
 
 

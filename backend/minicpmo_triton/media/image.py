@@ -251,7 +251,9 @@ def decode_and_slice(
         nonlocal opened, begun
         if pool is not None and _comes_row_by_row(image):
             opened, begun = image, _Slicing(image.size, max_slice_nums, scale_resolution, pool)
-            image.decodermaxblock = file.step = max(len(data) // _NUM_LOOKS, 1024)
+            file.step = max(len(data) // _NUM_LOOKS, 1024)
+            if isinstance(image, JpegImageFile):
+                image.decodermaxblock = file.step  # a PNG in small blocks may end before its checksum is read
             file.on_step = partial(begun.take_decoded, image)
 
     try:
