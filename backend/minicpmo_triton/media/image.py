@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from minicpmo_triton.media.resize import (
     pixels_of,
     resize_columns,
     resize_rows,
+    upright_size,
 )
 from minicpmo_triton.schema import PATCH_SIZE, PATCH_VALUES
 
@@ -112,21 +113,25 @@ def decode_image(field: str, data: bytes, max_pixels: int) -> Image.Image:
     truncated or corrupt, has more than ``max_pixels`` (known from the header, before pixels are
     decoded) or is more than 200 times as long as wide.
     """
-    return _decode(field, data, max_pixels, lambda image, file: None)
+    image, orientation = _decode(field, data, max_pixels, lambda image, file: None)
+    transpose = _ORIENTATION_TRANSPOSE.get(orientation)
+    return image if transpose is None else image.transpose(transpose)
 
 
 def _decode(
     field: str, data: bytes, max_pixels: int, on_open: Callable[[ImageFile, _WatchedFile], None]
-) -> Image.Image:
-    """:func:`decode_image`; ``on_open`` is called when the header has been read and is within the limits."""
+) -> tuple[Image.Image, int]:
+    """As :func:`decode_image`, not turned, and its orientation.
+
+    ``on_open`` is called when the header has been read and is within the limits.
+    """
     try:
         file = _WatchedFile(data)
         image = Image.open(file, formats=_FORMATS)
         _check_size(field, image.width, image.height, max_pixels)
         on_open(image, file)
         image.load()
-        orientation = _orientation(image)
-        rgb = _to_rgb(field, image)
+        return _to_rgb(field, image), _orientation(image)
     except (InvalidArgument, MemoryError):
         raise
     except UnidentifiedImageError:
@@ -136,8 +141,6 @@ def _decode(
         ) from None
     except Exception as error:  # Pillow's decoders raise nearly any type on corrupt input
         raise InvalidArgument(field, f"cannot be decoded: {error}") from error
-    transpose = _ORIENTATION_TRANSPOSE.get(orientation)
-    return rgb if transpose is None else rgb.transpose(transpose)
 
 
 def _check_size(field: str, width: int, height: int, max_pixels: int) -> None:
@@ -155,7 +158,7 @@ def _orientation(image: Image.Image) -> int:
         value = image.getexif().get(_EXIF_ORIENTATION, 1)
     except Exception:
         return 1
-    return value if isinstance(value, int) else 1
+    return value if isinstance(value, int) and value in _ORIENTATION_TRANSPOSE else 1
 
 
 def _to_rgb(field: str, image: Image.Image) -> Image.Image:
@@ -232,7 +235,7 @@ def slice_image(
     not depend on it.
     """
     image.load()
-    return _Slicing(image.size, max_slice_nums, scale_resolution, pool).finish(image)
+    return _Slicing(image, 1, max_slice_nums, scale_resolution, pool).finish()
 
 
 def decode_and_slice(
@@ -244,29 +247,28 @@ def decode_and_slice(
     pool: Executor | None = None,
 ) -> ImagePatches:
     """:func:`decode_image`, then :func:`slice_image`, which begins on ``pool`` while rows come."""
-    opened: ImageFile | None = None
     begun: _Slicing | None = None
 
     def begin(image: ImageFile, file: _WatchedFile) -> None:
-        nonlocal opened, begun
+        nonlocal begun
         if pool is not None and _comes_row_by_row(image):
-            opened, begun = image, _Slicing(image.size, max_slice_nums, scale_resolution, pool)
+            begun = _Slicing(image, 1, max_slice_nums, scale_resolution, pool)
             file.step = max(len(data) // _NUM_LOOKS, 1024)
             if isinstance(image, JpegImageFile):
                 image.decodermaxblock = file.step  # a PNG in small blocks may end before its checksum is read
-            file.on_step = partial(begun.take_decoded, image)
+            file.on_step = begun.take_decoded
 
     try:
-        image = _decode(field, data, max_pixels, begin)
-        if begun is not None and image is opened:
-            return begun.finish(image)
+        image, orientation = _decode(field, data, max_pixels, begin)
+        if begun is not None and image is begun.image and orientation == 1:
+            return begun.finish()
     except BaseException:
         if begun is not None:
             begun.cancel()
         raise
     if begun is not None:  # the orientation stood behind the pixels
         begun.cancel()
-    return slice_image(image, max_slice_nums, scale_resolution, pool)
+    return _Slicing(image, orientation, max_slice_nums, scale_resolution, pool).finish()
 
 
 def _comes_row_by_row(image: ImageFile) -> bool:
@@ -279,8 +281,9 @@ def _comes_row_by_row(image: ImageFile) -> bool:
 
 
 def compile_kernels() -> None:
-    """Compile what :func:`slice_image` runs, about 2 s once a process; otherwise the first picture waits."""
-    slice_image(Image.new("RGB", (640, 480)), 9)
+    """Compile what this module runs, about 3 s once a process; otherwise the first picture waits."""
+    for orientation in (1, 6):  # pixels as they lie in memory, and turned
+        _Slicing(Image.new("RGB", (640, 480)), orientation, 9, 448, None).finish()
 
 
 @dataclass(frozen=True)
@@ -320,8 +323,16 @@ class _Slicing:
     """A picture on its way to patches: either pass does what it can with the rows that are there."""
 
     def __init__(
-        self, size: tuple[int, int], max_slice_nums: int, scale_resolution: int, pool: Executor | None
+        self,
+        image: Image.Image,
+        orientation: int,
+        max_slice_nums: int,
+        scale_resolution: int,
+        pool: Executor | None,
     ) -> None:
+        self.image = image
+        self._orientation = orientation
+        size = upright_size(image, orientation)
         width, self._height = size
         plan = plan_slices(*size, max_slice_nums, scale_resolution)
         self._layouts = [_Layout.of(size, plan.source, 1, 1)]
@@ -345,15 +356,15 @@ class _Slicing:
         self._writes: list[Future[None]] = []
         self._pool = pool
 
-    def take_decoded(self, image: Image.Image) -> None:
+    def take_decoded(self) -> None:
         """Begin with the bands whose rows the decoder, which waits meanwhile, has written."""
         if self._was_clear is None:
-            self._was_clear = not decoded_rows(image, 0, self._height).any()
+            self._was_clear = not decoded_rows(self.image, 0, self._height).any()
         while self._was_clear and self._num_taken < self._height:
             end = self._next_end()
-            if not decoded_rows(image, end - 1, end)[0]:
+            if not decoded_rows(self.image, end - 1, end)[0]:
                 break
-            self._take(image)
+            self._take()
         while self._bands and self._bands[0][1].done():
             self._write_below(*self._bands.popleft())
 
@@ -362,10 +373,10 @@ class _Slicing:
         for future in (*(band for _, band in self._bands), *self._writes):
             future.cancel()
 
-    def finish(self, image: Image.Image) -> ImagePatches:
-        """The patches, once all of ``image`` is there."""
+    def finish(self) -> ImagePatches:
+        """The patches, once all of the picture is there."""
         while self._num_taken < self._height:
-            self._take(image)
+            self._take()
         while self._bands:
             self._write_below(*self._bands.popleft())
         for write in self._writes:
@@ -375,11 +386,17 @@ class _Slicing:
     def _next_end(self) -> int:
         return min(self._num_taken + self._band_height, self._height)
 
-    def _take(self, image: Image.Image) -> None:
+    def _take(self) -> None:
         """Begin the first pass over the next band."""
         top, self._num_taken = self._num_taken, self._next_end()
-        task = partial(_narrow, image, self._layouts, self._narrowed, (top, self._num_taken))
+        task = partial(self._narrow, top, self._num_taken)
         self._bands.append((self._num_taken, self._begin(task)))
+
+    def _narrow(self, top: int, bottom: int) -> None:
+        """The first pass over some rows, for each layout."""
+        pixels = pixels_of(self.image, top, bottom, self._orientation)
+        for layout, narrowed in zip(self._layouts, self._narrowed, strict=True):
+            resize_rows(pixels, layout.across, narrowed[top:bottom])
 
     def _write_below(self, end: int, band: Future[None]) -> None:
         """Wait for a band, then begin the second pass where it reads no rows from ``end`` on."""
@@ -399,18 +416,6 @@ class _Slicing:
 def _rows_of_a_task(width: int, unit: int) -> int:
     """Rows of a picture that one task takes: about ``_TASK_PIXELS``, a multiple of ``unit``."""
     return max(_TASK_PIXELS // width // unit, 1) * unit
-
-
-def _narrow(
-    image: Image.Image,
-    layouts: Sequence[_Layout],
-    narrowed: Sequence[NDArray[np.uint32]],
-    band: tuple[int, int],
-) -> None:
-    """The first pass over the rows of ``band``, into the same rows of each of ``narrowed``."""
-    pixels = pixels_of(image, *band)
-    for layout, whole in zip(layouts, narrowed, strict=True):
-        resize_rows(pixels, layout.across, whole[band[0] : band[1]])
 
 
 def _strips(layout: _Layout, narrowed: NDArray[np.uint32], patches: NDArray[np.uint8]) -> list[_Strip]:

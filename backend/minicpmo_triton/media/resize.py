@@ -13,6 +13,7 @@ Arrays: H x W pixels in, h x w out, K taps.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,21 +73,44 @@ def _cubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.where(x < 1.0, near, np.where(x < 2.0, far, 0.0))
 
 
-def pixels_of(image: Image.Image, top: int, bottom: int) -> NDArray[np.uint32]:
+#: By EXIF orientation, views that turn pixels upright.
+_UPRIGHT: dict[int, Callable[[NDArray[np.uint32]], NDArray[np.uint32]]] = {
+    1: lambda pixels: pixels,
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.T,
+    6: lambda pixels: pixels[::-1].T,
+    7: lambda pixels: pixels[::-1, ::-1].T,
+    8: lambda pixels: pixels[:, ::-1].T,
+}
+
+
+def upright_size(image: Image.Image, orientation: int) -> tuple[int, int]:
+    """Width and height of a picture as it is to be seen."""
+    return image.size if orientation < 5 else (image.height, image.width)
+
+
+def pixels_of(image: Image.Image, top: int, bottom: int, orientation: int = 1) -> NDArray[np.uint32]:
     """Rows of an RGB picture as [bottom - top, W]: red, green, blue and padding are the bytes of an integer.
 
-    A view of the picture where Pillow (11.2 or newer) has it in one piece, else of a copy. Rows of a picture
-    that is being decoded are read as they are; see :func:`decoded_rows`.
+    The rows are those of the picture turned upright from its EXIF ``orientation``. A view of the picture
+    where Pillow (11.2 or newer) has it in one piece, else of a copy. Rows of a picture that is being decoded
+    are read as they are; see :func:`decoded_rows`.
     """
+    turned = _UPRIGHT[orientation]
     whole = _view(image.im)
     if whole is not None:
-        return whole[top:bottom]
-    band = image.im.crop((0, top, image.width, bottom))
-    view = _view(band)
-    if view is not None:
-        return view
-    copy = image.crop((0, top, image.width, bottom))
-    return np.frombuffer(copy.tobytes("raw", "RGBX"), np.uint32).reshape(copy.height, copy.width)
+        return turned(whole)[top:bottom]
+    width, height = upright_size(image, orientation)
+    if orientation in (3, 4, 7, 8):  # from the other end
+        top, bottom = height - bottom, height - top
+    box = (0, top, width, bottom) if orientation < 5 else (top, 0, bottom, width)
+    band = _view(image.im.crop(box))
+    if band is None:
+        copy = image.crop(box)
+        band = np.frombuffer(copy.tobytes("raw", "RGBX"), np.uint32).reshape(copy.height, copy.width)
+    return turned(band)
 
 
 def decoded_rows(image: Image.Image, top: int, bottom: int) -> NDArray[np.bool_]:
