@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
 from minicpmo_triton.errors import InvalidArgument
@@ -252,6 +252,7 @@ def outcome(call: Callable[[], Any]) -> Any:
     ),
     orientation=st.sampled_from([1, 1, 1, *range(10)]),
     num_looks=st.sampled_from([3, 24, 100]),
+    block=st.sampled_from([500, 4000, 1 << 16]),
     task_pixels=st.sampled_from([1, 5_000, 40_000]),
     damage=st.sampled_from(["none", "none", "cut", "flipped"]),
     seed=st.integers(0, 1000),
@@ -264,6 +265,7 @@ def test_resizing_while_a_file_is_decoded_changes_no_bit(
     options: dict[str, Any],
     orientation: int,
     num_looks: int,
+    block: int,
     task_pixels: int,
     damage: str,
     seed: int,
@@ -283,8 +285,19 @@ def test_resizing_while_a_file_is_decoded_changes_no_bit(
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
         patch.setattr(image_module, "_TASK_PIXELS", task_pixels)
         patch.setattr(image_module, "_NUM_LOOKS", num_looks)
+        patch.setattr(ImageFile, "MAXBLOCK", block)  # of Pillow: these files would be one block
         together = outcome(lambda: decode_and_slice(*arguments, 9, 112, pool))
-    assert together == outcome(lambda: slice_image(decode_image(*arguments), 9, 112))
+        assert together == outcome(lambda: slice_image(decode_image(*arguments), 9, 112))
+
+
+@pytest.mark.parametrize("bad", [b"\xff\xd8", b"\xff\x02", b"\xff\xc4\x00\x03\x00"])
+@pytest.mark.parametrize("distance", [100, 500, 1200])
+def test_what_is_wrong_behind_the_last_row_is_seen_as_by_pillow(distance: int, bad: bytes) -> None:
+    comment = b"\xff\xfe" + struct.pack(">H", distance + 2) + bytes(distance)
+    data = noisy(640, 480, quality=75)[:-2] + comment + bad + b"\xff\xd9"
+    with ThreadPoolExecutor(2) as pool:
+        together = outcome(lambda: decode_and_slice("image[0]", data, 10**6, 9, pool=pool))
+    assert together == outcome(lambda: slice_image(decode_image("image[0]", data, 10**6), 9))
 
 
 @pytest.mark.parametrize(

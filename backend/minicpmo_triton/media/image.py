@@ -42,7 +42,7 @@ MAX_ASPECT_RATIO = 200
 #: Pixels that one task takes: smaller tasks spend more on handing Python's lock around than they win.
 _TASK_PIXELS = 1 << 18
 
-#: How often it is looked at which rows have been decoded.
+#: How often it is looked at which rows have been decoded, at most.
 _NUM_LOOKS = 24
 
 # Pillow's own limit is process-wide and lower than ours, which is held per image before decoding.
@@ -254,8 +254,8 @@ def decode_and_slice(
         if pool is not None and _comes_row_by_row(image):
             begun = _Slicing(image, 1, max_slice_nums, scale_resolution, pool)
             file.step = max(len(data) // _NUM_LOOKS, 1024)
-            if isinstance(image, JpegImageFile):
-                image.decodermaxblock = file.step  # a PNG in small blocks may end before its checksum is read
+            # Not in smaller blocks than Pillow's own: what is wrong behind the last row is seen within its block,
+            # and arithmetic coding takes a file in one.
             file.on_step = begun.take_decoded
 
     try:
@@ -266,7 +266,7 @@ def decode_and_slice(
         if begun is not None:
             begun.cancel()
         raise
-    if begun is not None:  # the orientation stood behind the pixels
+    if begun is not None:  # a PNG that is to be turned
         begun.cancel()
     return _Slicing(image, orientation, max_slice_nums, scale_resolution, pool).finish()
 
@@ -275,7 +275,7 @@ def _comes_row_by_row(image: ImageFile) -> bool:
     """Whether the rows of an opened picture are final, upright and RGB as soon as they are decoded."""
     if image.mode != "RGB" or "transparency" in image.info:
         return False
-    if isinstance(image, PngImageFile):
+    if isinstance(image, PngImageFile):  # whose orientation may stand behind the pixels
         return not image.info.get("interlace")
     return isinstance(image, JpegImageFile) and _orientation(image) == 1
 
