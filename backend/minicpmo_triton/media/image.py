@@ -254,7 +254,7 @@ def decode_and_slice(
         if pool is not None and _comes_row_by_row(image):
             begun = _Slicing(image, 1, max_slice_nums, scale_resolution, pool)
             file.step = max(len(data) // _NUM_LOOKS, 1024)
-            # Not in smaller blocks than Pillow's own: what is wrong behind the last row is seen within its block,
+            # In blocks of Pillow's size: what is wrong behind the last row is seen only within its block,
             # and arithmetic coding takes a file in one.
             file.on_step = begun.take_decoded
 
