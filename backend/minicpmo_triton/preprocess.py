@@ -28,7 +28,8 @@ from minicpmo_triton.media.audio import (
     num_mel_frames,
 )
 from minicpmo_triton.media.container import VideoLimits
-from minicpmo_triton.media.image import ImagePatches, compile_kernels, decode_and_slice, slice_image
+from minicpmo_triton.media.image import decode_and_slice
+from minicpmo_triton.media.slicing import ImagePatches, compile_kernels, slice_image
 from minicpmo_triton.media.source import media_bytes
 from minicpmo_triton.media.video import Sampling, decode_video, interleave
 from minicpmo_triton.media.video_sound import decode_sound

@@ -20,7 +20,7 @@ from minicpmo_triton import schema
 from minicpmo_triton.encoders.batching import plan_batches
 from minicpmo_triton.errors import ConfigError
 from minicpmo_triton.media.audio import num_audio_tokens
-from minicpmo_triton.media.image import plan_slices
+from minicpmo_triton.media.slicing import plan_slices
 
 #: Triton sends a warm-up sample this often; the default admission captures on the second call.
 WARMUP_COUNT = 2

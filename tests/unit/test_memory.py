@@ -10,7 +10,8 @@ FAULTS = """
 import io, resource, sys
 from concurrent.futures import ThreadPoolExecutor
 from PIL import Image
-from minicpmo_triton.media.image import decode_image, slice_image
+from minicpmo_triton.media.image import decode_image
+from minicpmo_triton.media.slicing import slice_image
 from minicpmo_triton.memory import keep_freed_memory
 
 if sys.argv[1] == "keep":

@@ -122,7 +122,7 @@ def grids_of(goldens: dict[str, Any], media_dir: Path) -> dict[str, list[tuple[i
     """Slice rows and columns of every case's images."""
     from PIL import Image
 
-    from minicpmo_triton.media.image import plan_slices
+    from minicpmo_triton.media.slicing import plan_slices
 
     def grids(request: dict[str, Any]) -> Iterator[tuple[int, int]]:
         for message in request["messages"]:

@@ -25,7 +25,8 @@ from minicpmo_triton.encoders.vision import (
     tower_positions,
 )
 from minicpmo_triton.errors import CheckpointError, InvalidArgument
-from minicpmo_triton.media.image import decode_image, slice_image
+from minicpmo_triton.media.image import decode_image
+from minicpmo_triton.media.slicing import slice_image
 
 GOLDENS = (
     "image_small_upscaled",

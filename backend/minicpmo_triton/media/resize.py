@@ -116,7 +116,7 @@ def pixels_of(image: Image.Image, top: int, bottom: int, orientation: int = 1) -
 def decoded_rows(image: Image.Image, top: int, bottom: int) -> NDArray[np.bool_]:
     """Which rows of an RGB picture have been decoded: Pillow sets the padding of every pixel that it writes.
 
-    A new picture's memory is clear. None has, as it were, where Pillow does not show its memory.
+    A new picture's memory is clear. All are false where Pillow does not show its memory (before 11.2).
     """
     last = _view(image.im.crop((image.width - 1, top, image.width, bottom)))
     return np.zeros(bottom - top, np.bool_) if last is None else last[:, 0] >> 24 == 255
