@@ -32,7 +32,6 @@ from typing import IO
 
 from minicpmo_triton import sessions
 from minicpmo_triton.errors import ConfigError, Unavailable
-from minicpmo_triton.memory import kept_memory_environment
 from minicpmo_triton.repository import derive_repository
 
 #: Of the stack of the server's threads. Triton's HTTP endpoint copies a body onto it twice where its header
@@ -82,8 +81,9 @@ def server_environment(base: Mapping[str, str] = os.environ) -> dict[str, str]:
     if sys.prefix != sys.base_prefix:  # the stub does not look for a virtual environment by itself
         env["VIRTUAL_ENV"] = sys.prefix
         env["PYTHONPATH"] = ":".join(p for p in (packages, env.get("PYTHONPATH", "")) if p)
-    defaults = {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", **kept_memory_environment()}
-    return defaults | env
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    return env
 
 
 @dataclass(frozen=True)
