@@ -223,3 +223,13 @@ def test_without_a_view_of_pillows_memory_nothing_begins_early(
     with ThreadPoolExecutor(2) as pool:
         decode_and_slice("image[0]", data, 10**8, 9, pool=pool)
     assert read_so_far[0] == len(data)
+
+
+@pytest.mark.parametrize("image_format", ["JPEG", "PNG"])
+def test_a_fault_of_ours_is_not_the_files(image_format: str, read_so_far: list[int]) -> None:
+    data = noisy(1344, 1344, image_format)
+    with ThreadPoolExecutor(1) as pool:
+        pool.shutdown()
+        with pytest.raises(RuntimeError, match="after shutdown"):
+            decode_and_slice("image", data, 10**8, 9, pool=pool)
+    assert read_so_far[0] < len(data)  # it failed while the file was being decoded

@@ -41,15 +41,23 @@ _ORIENTATION_TRANSPOSE = {
 
 
 class _WatchedFile(io.BytesIO):
-    """Calls ``on_step`` every ``step`` bytes, before a read: a decoder reads when it has used what it had."""
+    """Calls ``on_step`` every ``step`` bytes, before a read: a decoder reads when it has used what it had.
+
+    What it raises is kept as ``failure``, and it is not called again: passing through the decoder it would
+    look like a fault of the file.
+    """
 
     on_step: Callable[[], None] | None = None
     step = 0
+    failure: Exception | None = None
     _next = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
         if self.on_step is not None and self.tell() >= self._next:
-            self.on_step()
+            try:
+                self.on_step()
+            except Exception as error:
+                self.failure, self.on_step = error, None
             self._next = self.tell() + self.step
         return super().read(size)
 
@@ -137,9 +145,11 @@ def decode_and_slice(
 ) -> ImagePatches:
     """:func:`decode_image`, then ``slicing.slice_image``, which begins on ``pool`` while rows come."""
     begun: Slicing | None = None
+    watched: _WatchedFile | None = None
 
     def begin(image: ImageFile, file: _WatchedFile) -> None:
-        nonlocal begun
+        nonlocal begun, watched
+        watched = file
         if pool is not None and _comes_row_by_row(image):
             begun = Slicing(image, 1, max_slice_nums, scale_resolution, pool)
             file.step = max(len(data) // _NUM_LOOKS, 1024)
@@ -149,6 +159,8 @@ def decode_and_slice(
 
     try:
         image, orientation = _decode(field, data, max_pixels, begin)
+        if watched is not None and watched.failure is not None:
+            raise watched.failure
         if begun is not None and image is begun.image and orientation == 1:
             return begun.finish()
     except BaseException:
