@@ -128,7 +128,7 @@ def _how_ended(code: int) -> str:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    raise SystemExit(128 + number)
 
 
 def _say(line: str) -> None:
@@ -179,7 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(arguments.run(arguments))
     except KeyboardInterrupt:
         _say("stopped")
-        return 130
+        return 128 + signal.SIGINT
+    except SystemExit:
+        _say("stopped")
+        raise
     except MiniCPMOError as error:
         print(f"minicpmo-triton: error: {error}", file=sys.stderr)
         return 1

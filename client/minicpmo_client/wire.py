@@ -174,6 +174,8 @@ def media_parameter_input(parameters: Mapping[str, Any] | None) -> dict[str, Inp
 
 def chat_request(model: str, request_id: str, inputs: Mapping[str, InputValue]) -> Request:
     """The request of one chat with ``model``; one that always answers whole takes no ``stream``."""
+    if not isinstance(request_id, str):
+        raise InvalidRequest(f"request_id: expected a string, got {type(request_id).__name__}")
     if model in UNARY_MODELS.values():
         inputs = {name: value for name, value in inputs.items() if name != STREAM}
     if model == ENGINE_MODEL:

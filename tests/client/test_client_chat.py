@@ -156,6 +156,8 @@ def test_a_wrong_request_fails_at_once_and_sends_nothing() -> None:
     for timeout_s in (0, -1.0, float("nan")):
         with pytest.raises(InvalidRequest, match="timeout_s"):
             client.chat("x", timeout_s=timeout_s)
+    with pytest.raises(InvalidRequest, match="request_id: expected a string, got int"):
+        client.chat("x", request_id=5)  # type: ignore[call-overload]
     assert fake.requests == []
 
 

@@ -65,6 +65,23 @@ def test_interrupted_demo_leaves_nothing(line: str, number: signal.Signals, left
     leftovers.assert_none()
 
 
+def test_ended_serve_leaves_nothing_and_says_so(tiny_checkpoint: Path, leftovers: Leftovers) -> None:
+    ports = [f"--{name}-port=0" for name in ("http", "grpc", "metrics")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "minicpmo_triton.cli", "serve", f"--checkpoint={tiny_checkpoint}", *ports],
+        env=leftovers.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for_line(process, "preprocess is loaded")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == 128 + signal.SIGTERM, output
+    assert output.endswith("minicpmo-triton: stopped\n")
+    leftovers.assert_none()
+
+
 def test_killed_launcher_takes_the_server_along(leftovers: Leftovers) -> None:
     process = run_demo(leftovers)
     wait_for_line(process, "preprocess is loaded")

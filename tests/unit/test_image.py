@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -104,3 +106,34 @@ def test_what_is_no_picture_is_refused() -> None:
             decode_image("image[0]", data, 10_000)
     with pytest.raises(InvalidArgument, match="floating-point"):
         decode_image("image[0]", encoded(Image.new("F", (4, 4)), "TIFF"), 10_000)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+PNG_HEAD = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 600, 600, 8, 2, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"\xff\xd8\xff" + bytes(10**6), id="JPEG without a marker"),
+        pytest.param(b"\xff\xd8" + b"\xff\xfe\0\2" * 250_000, id="JPEG of empty comments"),
+        pytest.param(PNG_HEAD + chunk(b"tEXt", b"a\0b") * 100_000, id="PNG of small texts"),
+        pytest.param(PNG_HEAD + chunk(b"IDAT", b"") * 100_000, id="PNG of empty data"),
+        pytest.param(b"GIF89a" + bytes(7) + b"\x21\xfe\0" * 300_000, id="GIF of empty comments"),
+        pytest.param(b"P6\n" + b"#\n" * 500_000, id="PPM of empty comments"),
+    ],
+)
+def test_junk_that_pillow_reads_byte_by_byte_is_given_up(data: bytes) -> None:
+    with pytest.raises(InvalidArgument, match="too many small parts"):
+        decode_image("image", data, 10**6)
+
+
+def test_a_picture_of_small_chunks_is_read() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (600, 600, 3), np.uint8)
+    rows = zlib.compress(b"".join(b"\0" + row.tobytes() for row in pixels))
+    pieces = b"".join(chunk(b"IDAT", rows[i : i + 256]) for i in range(0, len(rows), 256))
+    image = decode_image("image", PNG_HEAD + pieces + chunk(b"IEND", b""), 10**6)
+    assert (np.asarray(image) == pixels).all()

@@ -21,6 +21,10 @@ MAX_ASPECT_RATIO = 200
 #: How often it is looked at which rows have been decoded, at most.
 _NUM_LOOKS = 24
 
+#: Reads that a file may take: so many, and one more for so many bytes. Pillow looks for markers byte by byte
+#: and takes chunks of 0 bytes as they come, holding Python's lock: 128 MiB of those would take half a minute.
+_FREE_READS, _BYTES_PER_READ = 100_000, 64
+
 # Pillow's own limit is process-wide and lower than ours, which is held per image before decoding.
 Image.MAX_IMAGE_PIXELS = None
 Image.init()
@@ -43,6 +47,8 @@ _ORIENTATION_TRANSPOSE = {
 class _WatchedFile(io.BytesIO):
     """Calls ``on_step`` every ``step`` bytes, before a read: a decoder reads when it has used what it had.
 
+    Raises OSError when it is read in too many pieces.
+
     What it raises is kept as ``failure``, and it is not called again: passing through the decoder it would
     look like a fault of the file.
     """
@@ -52,7 +58,14 @@ class _WatchedFile(io.BytesIO):
     failure: Exception | None = None
     _next = 0
 
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._reads_left = _FREE_READS + len(data) // _BYTES_PER_READ
+
     def read(self, size: int | None = -1, /) -> bytes:
+        self._reads_left -= 1
+        if self._reads_left < 0:
+            raise OSError("is made of too many small parts")
         if self.on_step is not None and self.tell() >= self._next:
             try:
                 self.on_step()
