@@ -47,10 +47,8 @@ _ORIENTATION_TRANSPOSE = {
 class _WatchedFile(io.BytesIO):
     """Calls ``on_step`` every ``step`` bytes, before a read: a decoder reads when it has used what it had.
 
-    Raises OSError when it is read in too many pieces.
-
-    What it raises is kept as ``failure``, and it is not called again: passing through the decoder it would
-    look like a fault of the file.
+    What ``on_step`` raises is kept as ``failure``, and it is not called again: passing through the decoder it
+    would look like a fault of the file. A file that is read in too many pieces raises OSError.
     """
 
     on_step: Callable[[], None] | None = None
