@@ -90,15 +90,16 @@ def _decode(
 ) -> tuple[Image.Image, int]:
     """As :func:`decode_image`, not turned, and its orientation.
 
-    ``on_open`` is called when the header has been read and is within the limits.
+    ``on_open`` is called when the header has been read and is within the limits. What the file's ``on_step``
+    raised is raised when the picture is there.
     """
+    file = _WatchedFile(data)
     try:
-        file = _WatchedFile(data)
         image = Image.open(file, formats=_FORMATS)
         _check_size(field, image.width, image.height, max_pixels)
         on_open(image, file)
         image.load()
-        return _to_rgb(field, image), _orientation(image)
+        decoded = _to_rgb(field, image), _orientation(image)
     except (InvalidArgument, MemoryError):
         raise
     except UnidentifiedImageError:
@@ -108,6 +109,9 @@ def _decode(
         ) from None
     except Exception as error:  # Pillow's decoders raise nearly any type on corrupt input
         raise InvalidArgument(field, f"cannot be decoded: {error}") from error
+    if file.failure is not None:
+        raise file.failure
+    return decoded
 
 
 def _check_size(field: str, width: int, height: int, max_pixels: int) -> None:
@@ -156,11 +160,9 @@ def decode_and_slice(
 ) -> ImagePatches:
     """:func:`decode_image`, then ``slicing.slice_image``, which begins on ``pool`` while rows come."""
     begun: Slicing | None = None
-    watched: _WatchedFile | None = None
 
     def begin(image: ImageFile, file: _WatchedFile) -> None:
-        nonlocal begun, watched
-        watched = file
+        nonlocal begun
         if pool is not None and _comes_row_by_row(image):
             begun = Slicing(image, 1, max_slice_nums, scale_resolution, pool)
             file.step = max(len(data) // _NUM_LOOKS, 1024)
@@ -170,8 +172,6 @@ def decode_and_slice(
 
     try:
         image, orientation = _decode(field, data, max_pixels, begin)
-        if watched is not None and watched.failure is not None:
-            raise watched.failure
         if begun is not None and image is begun.image and orientation == 1:
             return begun.finish()
     except BaseException:
